@@ -1,0 +1,82 @@
+"""Every exception that dbench raises on purpose.
+
+    DbenchError
+    |-- UsageError            exit code 2: the user can mend it
+    |   |-- OptionError       a flag, an environment variable or a YAML key
+    |   |-- ModelError        a model directory, its config, tensors or tokenizer
+    |   |-- TraceError        a trace name or file
+    |   |-- SlaError          an --sla rule
+    |   `-- RequestError      a request that the server refuses (INVALID_ARGUMENT)
+    |-- ServerError           exit code 1: the server side failed
+    |   |-- ServerStartError  a server or a worker did not become ready
+    |   |-- ServerUnavailable nobody answers, or the server went away
+    |   `-- QueueFullError    max_queued_requests reached (RESOURCE_EXHAUSTED)
+    `-- RunError              exit code 1: a run or search without a valid result
+
+A message is one line: what, where, what came, what was wanted, what to do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+
+
+class DbenchError(Exception):
+    """The root: `str()` is the one line a user sees."""
+
+    exit_code = 1
+
+
+class UsageError(DbenchError):
+    """Something the user can mend."""
+
+    exit_code = 2
+
+
+class OptionError(UsageError):
+    """A flag, an environment variable or a YAML key that cannot be used."""
+
+
+class ModelError(UsageError):
+    """A model directory, its config, its tensors or its tokenizer cannot be used."""
+
+
+class TraceError(UsageError):
+    """A trace name or trace file cannot be used."""
+
+
+class SlaError(UsageError):
+    """An SLA rule that cannot be read."""
+
+
+class RequestError(UsageError):
+    """A request that the server refuses."""
+
+
+class ServerError(DbenchError):
+    """The server side failed."""
+
+
+class ServerStartError(ServerError):
+    """A server or a worker did not become ready."""
+
+
+class ServerUnavailable(ServerError):
+    """Nobody answers at the address, or the server went away."""
+
+
+class QueueFullError(ServerError):
+    """The server holds as many requests as it may."""
+
+
+class RunError(DbenchError):
+    """A run or a search that gave no valid result."""
+
+
+def unknown_name(kind: str, got: str, known: Iterable[str]) -> str:
+    """One line for a name that no table holds: the nearest known one, then all of them."""
+    names = sorted(known)
+    near = get_close_matches(got, names, n=1)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    return f"unknown {kind} {got!r}{hint} (known: {', '.join(names)})"

@@ -1,0 +1,287 @@
+"""Everything that happened, as records: one JSON line each in events.jsonl.
+
+Every number in a report is derived from these. Times are seconds of the writer's monotonic clock;
+`source` names the writer ("client", "scheduler", "worker-0"). The server's writers are brought to
+the scheduler's clock before they leave it, and to the client's when a run stores them.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
+from typing import Any, ClassVar
+
+SCHEMA_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """The root: when, and who says so."""
+
+    kind: ClassVar[str]
+    at_s: float
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
+class RunStarted(Event):
+    """t = 0 of a run: `at_s` is the first intended send of a measured request."""
+
+    kind: ClassVar[str] = "run_started"
+    unix_s: float
+    schema_version: int
+    num_requests: int
+    offered_qps: float
+    """inf for all at once; 0 for a closed loop."""
+
+
+@dataclass(frozen=True, slots=True)
+class RequestSent(Event):
+    """The client has handed a request to its transport; `at_s` is the actual send."""
+
+    kind: ClassVar[str] = "request_sent"
+    request_id: str
+    index: int
+    """Place in the drawn schedule, from 0; warm-up and tail requests have their own numbers."""
+    role: str
+    """warmup, measured or tail; only measured requests enter a summary."""
+    intended_s: float
+    num_prompt_tokens: int
+    gen_length: int
+
+
+@dataclass(frozen=True, slots=True)
+class RequestDone(Event):
+    """The client holds the complete result; `at_s` is when."""
+
+    kind: ClassVar[str] = "request_done"
+    request_id: str
+    status: str
+    """COMPLETED, ERROR, CANCELLED, or TIMEOUT: never final within benchmark_timeout."""
+    num_gen_tokens: int
+    num_forward_passes: int
+    first_block_s: float | None
+    """When the first block arrived."""
+    error: str
+    token_ids_sha256: str
+    """Of the generated ids as decimal text joined by commas; empty unless COMPLETED."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunEnded(Event):
+    """The last line of a run that ended by itself."""
+
+    kind: ClassVar[str] = "run_ended"
+    reason: str
+    """complete, timeout, interrupted, or server_lost."""
+
+
+@dataclass(frozen=True, slots=True)
+class RequestArrived(Event):
+    """The scheduler has accepted a request."""
+
+    kind: ClassVar[str] = "request_arrived"
+    request_id: str
+    num_prompt_tokens: int
+    gen_length: int
+
+
+@dataclass(frozen=True, slots=True)
+class BlockRouted(Event):
+    """A block was sent to a worker."""
+
+    kind: ClassVar[str] = "block_routed"
+    request_id: str
+    block_index: int
+    attempt: int
+    worker_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class BlockFinished(Event):
+    """The scheduler has received the end of a block.
+
+    The times of the worker are already on the scheduler's clock; differences between two worker times
+    are exact, between a worker time and a scheduler time only as good as the clock offset.
+    """
+
+    kind: ClassVar[str] = "block_finished"
+    request_id: str
+    block_index: int
+    attempt: int
+    worker_id: int
+    outcome: str
+    """done, failed or cancelled."""
+    error: str
+    ready_s: float
+    """Scheduler: the block could first have been routed (arrival, end of the previous block, or a failed attempt)."""
+    routed_s: float
+    """Scheduler: the block was sent to the worker."""
+    received_s: float | None
+    """Worker: the block entered the worker's queue. The worker times are None if the refresh never ran."""
+    refresh_start_s: float | None
+    refresh_end_s: float | None
+    decode_start_s: float | None
+    end_s: float | None
+    step_end_s: tuple[float, ...]
+    """One per forward pass, the refresh first."""
+    step_num_unmasked: tuple[int, ...]
+    """Returned tokens that each pass fixed."""
+
+
+@dataclass(frozen=True, slots=True)
+class RequestFinished(Event):
+    """The scheduler has given a request its final status."""
+
+    kind: ClassVar[str] = "request_finished"
+    request_id: str
+    status: str
+    num_gen_tokens: int
+    num_forward_passes: int
+    error: str
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerDepth(Event):
+    """Recorded at every change: requests with a block that no worker has yet."""
+
+    kind: ClassVar[str] = "scheduler_depth"
+    pending_requests: int
+    pending_prefill_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerState(Event):
+    """Recorded at every change on a worker."""
+
+    kind: ClassVar[str] = "worker_state"
+    worker_id: int
+    state: str
+    """idle, queued (work waits and nothing runs), busy or draining."""
+    queue_depth_waiting: int
+    """Refreshes that wait."""
+    queue_depth_active: int
+    """Sequences whose refresh has been planned and whose block has not ended."""
+    outstanding_prefill_tokens: int
+    """Canvas tokens of the blocks in this worker."""
+    decode_length_sum: int
+    """Canvas tokens of the active sequences."""
+    pages_used: int
+    pages_total: int
+    deficit_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class BatchExecuted(Event):
+    """One engine iteration; `at_s` is its completion."""
+
+    kind: ClassVar[str] = "batch_executed"
+    worker_id: int
+    start_s: float
+    """max(its launch, the previous completion)."""
+    batch_size: int
+    batch_prompt_len: int
+    """Refresh rows."""
+    batch_gen_len: int
+    """Decode rows, void ones included."""
+    batch_num_void_tokens: int
+    batch_num_unmasked_tokens: int
+    batch_decode_length_std: float | None
+    """Population standard deviation of the decoding canvases; None below two."""
+    batch_sampling_time: float
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerUp(Event):
+    """A worker is ready."""
+
+    kind: ClassVar[str] = "worker_up"
+    worker_id: int
+    device: str
+    pages_total: int
+    kv_page_size: int
+    pid: int
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerLost(Event):
+    """A worker's stream ended before it was asked to end."""
+
+    kind: ClassVar[str] = "worker_lost"
+    worker_id: int
+    reason: str
+
+
+EVENT_TYPES: dict[str, type[Event]] = {
+    t.kind: t
+    for t in (
+        RunStarted,
+        RequestSent,
+        RequestDone,
+        RunEnded,
+        RequestArrived,
+        BlockRouted,
+        BlockFinished,
+        RequestFinished,
+        SchedulerDepth,
+        WorkerState,
+        BatchExecuted,
+        WorkerUp,
+        WorkerLost,
+    )
+}
+
+
+def event_to_json(event: Event) -> str:
+    """One line without a newline; non-finite numbers as the strings "inf", "-inf", "nan"."""
+    record = {"kind": event.kind, **{k: _plain(v) for k, v in asdict(event).items()}}
+    return json.dumps(record, separators=(",", ":"), allow_nan=False)
+
+
+def event_from_json(line: str) -> Event:
+    """The inverse of event_to_json. Raises ValueError for anything that is no event of this schema."""
+    record = json.loads(line)
+    if not isinstance(record, dict):
+        raise ValueError(f"an event is a JSON object, got {type(record).__name__}")
+    kind = record.pop("kind", None)
+    if kind not in EVENT_TYPES:
+        raise ValueError(f"unknown event kind {kind!r}")
+    try:
+        return EVENT_TYPES[kind](**{k: _record_value(v) for k, v in record.items()})
+    except TypeError as error:
+        raise ValueError(f"event {kind}: {error}") from None
+
+
+def read_events(lines: Iterable[str]) -> Iterator[Event]:
+    """Events of a file; a torn last line, as a killed run leaves it, is passed over.
+
+    Raises ValueError naming the line number for a bad line that is not the last.
+    """
+    torn: ValueError | None = None
+    for number, line in enumerate(lines, 1):
+        if torn is not None:
+            raise torn
+        if not line.strip():
+            continue
+        try:
+            event = event_from_json(line)
+        except ValueError as error:
+            torn = ValueError(f"line {number}: {error}")
+            continue
+        yield event
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value
+
+
+def _record_value(value: Any) -> Any:
+    if isinstance(value, list):
+        return tuple(value)
+    if value in ("inf", "-inf", "nan"):
+        return float(value)
+    return value

@@ -1,0 +1,1 @@
+"""The load generator: which requests are sent, when, and to what."""

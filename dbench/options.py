@@ -1,0 +1,293 @@
+"""Every option of dbench, once.
+
+One dataclass field per option. From its declaration come the flag, the help panel, the range check,
+the YAML key, the environment variable and the line of the resolved configuration (see `config.py`).
+A command is a tuple of sections; sections are composed, never inherited.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, fields
+from typing import Any, get_type_hints
+
+
+@dataclass(frozen=True, slots=True)
+class OptionSpec:
+    """What a declaration says beside the type and the default."""
+
+    help: str
+    panel: str
+    minimum: float | None = None
+    maximum: float | None = None
+    above: float | None = None
+    choices: tuple[str, ...] = ()
+    secret: bool = False
+    tunable: bool = False
+    is_list: bool = False
+    auto: str = ""  # what an unset value becomes, for --help
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """One option as the command line, YAML and the environment see it."""
+
+    name: str  # field name = YAML key = name in config.yaml
+    section: str
+    type: type  # bool, int, float or str; for a list option the type of its items
+    default: Any  # None: unset
+    spec: OptionSpec
+
+    @property
+    def flag(self) -> str:
+        return "--" + self.name.replace("_", "-")
+
+    @property
+    def environment_variable(self) -> str:
+        return "DBENCH_" + self.name.upper()
+
+
+def option(default: Any, help: str, *, panel: str, **spec: Any) -> Any:
+    """A dataclass field that declares an option; `spec` holds fields of OptionSpec."""
+    return field(default=default, metadata={"option": OptionSpec(help=help, panel=panel, **spec)})
+
+
+@dataclass(frozen=True, slots=True)
+class EngineOptions:
+    """What the workers decode, on which devices, and how they batch it."""
+
+    model: str | None = option(
+        None,
+        "Model directory in Hugging Face layout, or 'embedded' (the small model that comes with dbench).",
+        panel="Core",
+        auto="embedded",
+    )
+    gpus: str | None = option(None, "Devices, one worker each: 'cpu' or 'cpu,cpu'.", panel="Core", auto="cpu")
+    max_batch_size: int = option(
+        128, "Sequences that one worker decodes at a time.", panel="Core", minimum=1, tunable=True
+    )
+    block_length: int = option(
+        32, "Consecutive positions decoded together.", panel="Core", minimum=1, maximum=1024, tunable=True
+    )
+    max_gen_len: int | None = option(
+        None,
+        "Masks that every canvas carries, whatever its gen_length; a multiple of block_length.",
+        panel="Core",
+        minimum=1,
+        auto="each request's gen_length",
+    )
+    mask_id: int | None = option(
+        None, "Token id of the mask.", panel="Core", minimum=0, auto="mask_token_id of config.json"
+    )
+    max_tokens_per_iteration: int = option(
+        4096,
+        "Token budget of one engine iteration; unused budget is saved up for long refreshes.",
+        panel="Scheduling",
+        minimum=1,
+        tunable=True,
+    )
+    prefill_scheduler_policy: str = option(
+        "least_outstanding_prefill_tokens",
+        "How a block finds its worker.",
+        panel="Scheduling",
+        choices=("least_outstanding_prefill_tokens", "round_robin"),
+        tunable=True,
+    )
+    prefill_queue_policy: str = option(
+        "arrival_order",
+        "Order of the refreshes that wait in a worker; fewest_remaining_blocks can starve long requests.",
+        panel="Scheduling",
+        choices=("arrival_order", "fewest_remaining_blocks"),
+        tunable=True,
+    )
+    max_block_retries: int = option(
+        2, "Times a block is restarted after its worker was lost or its batch failed.", panel="Scheduling", minimum=0
+    )
+    enable_overlap: bool = option(
+        True, "Plan and launch the next batch while the last one runs.", panel="Scheduling", tunable=True
+    )
+    kv_page_size: int = option(16, "Tokens of KV per page.", panel="KV", minimum=1, maximum=1024, tunable=True)
+    kv_max_pages: int | None = option(
+        None,
+        "KV pages per worker.",
+        panel="KV",
+        minimum=1,
+        auto="enough for max_batch_size canvases of the context limit, within a quarter of the free memory",
+    )
+    load_format: str = option(
+        "auto",
+        "auto: weights from the model directory; random: seeded random weights in its shapes.",
+        panel="Model",
+        choices=("auto", "random"),
+    )
+    dtype: str = option(
+        "auto",
+        "Number format of weights and KV; auto: float32 on CPU.",
+        panel="Model",
+        choices=("auto", "bfloat16", "float16", "float32"),
+    )
+    max_model_len: int | None = option(
+        None, "Longest canvas, in tokens.", panel="Model", minimum=1, auto="the model's context limit"
+    )
+    tokenizer: str | None = option(
+        None, "Directory that holds tokenizer.json.", panel="Model", auto="the model directory"
+    )
+    served_model_name: str | None = option(
+        None, "Name of the model in status and reports.", panel="Model", auto="the value of model"
+    )
+    server_seed: int = option(0, "Seed of random weights and of the scheduler's tie-breaks.", panel="Model", minimum=0)
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceOptions:
+    """Where and how the server is reached, and what it writes."""
+
+    host: str = option("127.0.0.1", "Address that the server binds.", panel="Service")
+    scheduler_port: int = option(
+        50051, "Port for clients and workers; 0: any free one.", panel="Service", minimum=0, maximum=65535
+    )
+    api_key: str | None = option(
+        None, "Key that clients must send (authorization: Bearer KEY).", panel="Service", secret=True, auto="no key"
+    )
+    allow_insecure_bind: bool = option(False, "Allow an address other than loopback without TLS.", panel="Service")
+    max_queued_requests: int = option(
+        10000, "Requests in the server at a time; further ones get RESOURCE_EXHAUSTED.", panel="Service", minimum=1
+    )
+    startup_timeout_s: float = option(300.0, "Time for all workers to become ready.", panel="Service", above=0)
+    drain_timeout_s: float = option(
+        30.0, "Time for running requests to end after Ctrl-C or SIGTERM.", panel="Service", minimum=0
+    )
+    log_requests: bool = option(False, "Log every request as it ends.", panel="Service")
+    metrics_output_dir: str | None = option(
+        None, "Folder for the server's events and tables.", panel="Metrics", auto="reports/<time>-serve"
+    )
+    enable_individual_batch_metrics: bool = option(
+        False, "Write worker_batch_metrics.csv, a row per batch.", panel="Metrics"
+    )
+    export_partial_metrics: bool = option(
+        False, "Write tables and plots at shutdown when nobody called ExportMetrics.", panel="Metrics"
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingOptions:
+    """The unmasking rule of every request that is sent."""
+
+    temperature: float = option(0.0, "0: argmax; above: Gumbel sampling.", panel="Sampling", minimum=0)
+    unmasking_strategy: str = option(
+        "conf_threshold",
+        "Which masked positions are fixed in a step.",
+        panel="Sampling",
+        choices=("conf_threshold", "conf_quota", "random"),
+    )
+    confidence_threshold: float | None = option(
+        None, "conf_threshold: fix every position at least this sure.", panel="Sampling", above=0, maximum=1, auto="0.9"
+    )
+    fixed_unmask_quota: int | None = option(
+        None, "conf_quota: positions fixed per step.", panel="Sampling", minimum=1, auto="none"
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class LoadOptions:
+    """Which requests are sent, when, and where the results go."""
+
+    server: str | None = option(
+        None, "Attach to a running server at host:port.", panel="Target", auto="start one with the serve options"
+    )
+    qps: float = option(1.0, "Requests per second offered; inf: all at once.", panel="Load", above=0)
+    num_requests: int = option(100, "Measured requests.", panel="Load", minimum=1)
+    concurrency: int | None = option(
+        None, "Closed loop: this many requests in flight, instead of --qps.", panel="Load", minimum=1, auto="open loop"
+    )
+    seed: int = option(42, "Seed of arrivals, lengths, prompts and request seeds.", panel="Load", minimum=0)
+    interval_type: str = option("poisson", "Arrival process.", panel="Load", choices=("poisson", "gamma", "static"))
+    cv: float = option(0.5, "gamma: coefficient of variation of the gaps (1: poisson).", panel="Load", above=0)
+    num_warmup_requests: int | None = option(
+        None, "Requests sent and finished before the clock starts.", panel="Load", minimum=0, auto="one per worker"
+    )
+    benchmark_timeout: float = option(
+        900.0, "Seconds from the last scheduled arrival to the end of the drain; 0: none.", panel="Load", minimum=0
+    )
+    length_type: str | None = option(
+        None,
+        "Where the lengths come from.",
+        panel="Lengths",
+        choices=("trace", "fixed"),
+        auto="trace with --trace, else fixed",
+    )
+    trace: str | None = option(
+        None, "Trace name (see 'dbench trace show') or CSV file with prompt_len,gen_len.", panel="Lengths", auto="none"
+    )
+    prompt_tokens: int = option(512, "fixed: prompt length.", panel="Lengths", minimum=1)
+    gen_tokens: int = option(128, "fixed: generated length.", panel="Lengths", minimum=1)
+    length_scale: float = option(1.0, "Factor on prompt and generated lengths of a trace.", panel="Lengths", above=0)
+    prompt_scale: float | None = option(
+        None, "Factor on prompt lengths alone.", panel="Lengths", above=0, auto="length_scale"
+    )
+    gen_scale: float | None = option(
+        None, "Factor on generated lengths alone.", panel="Lengths", above=0, auto="length_scale"
+    )
+    max_total_tokens: int | None = option(
+        None,
+        "Longest prompt + generation; a longer prompt is cut, and the report counts it.",
+        panel="Lengths",
+        minimum=2,
+        auto="the server's context limit",
+    )
+    shuffle: bool = option(True, "Take the trace's rows in seeded random order.", panel="Lengths")
+    ignore_eos: bool = option(True, "Decode the whole gen_length, past any end-of-text id.", panel="Sampling")
+    output_dir: str = option("reports", "Folder that receives the run's folder.", panel="Output")
+    name: str | None = option(None, "Name of the run.", panel="Output", auto="the command's name")
+
+
+@dataclass(frozen=True, slots=True)
+class SearchOptions:
+    """What is searched, and when the search stops."""
+
+    sla: tuple[str, ...] = option(
+        (),
+        "Rule such as 'request_e2e_time:p90<=8s'; repeatable, all must hold.",
+        panel="Search",
+        is_list=True,
+    )
+    start_qps: float | None = option(
+        None, "First rate tried.", panel="Search", above=0, auto="half the throughput of a short closed-loop probe"
+    )
+    qps_list: str | None = option(None, "Rates to run, instead of a search: 1,2,4.", panel="Search", auto="search")
+    max_iterations: int = option(20, "Trials at most, per job.", panel="Search", minimum=1)
+    min_search_granularity_pct: float = option(
+        2.5, "Stop when lowest fail and highest pass are this close, in percent.", panel="Search", above=0
+    )
+    max_qps_cap: float | None = option(None, "Highest rate tried.", panel="Search", above=0, auto="none")
+    reevaluate: str | None = option(
+        None,
+        "Judge the stored trials of this search folder by the given --sla; runs nothing.",
+        panel="Search",
+        auto="off",
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class TerminalOptions:
+    """How the program speaks."""
+
+    log_level: str = option(
+        "info", "Least severe message shown.", panel="Terminal", choices=("debug", "info", "warning", "error")
+    )
+    dashboard: bool = option(True, "Live view on a terminal.", panel="Terminal")
+
+
+def options_of(section: type) -> Iterator[Option]:
+    """The options that a section declares, in their order."""
+    hints = get_type_hints(section)
+    for f in fields(section):
+        spec: OptionSpec = f.metadata["option"]
+        yield Option(f.name, section.__name__, _scalar_type(hints[f.name]), f.default, spec)
+
+
+def _scalar_type(hint: Any) -> type:
+    """int for `int | None`, str for `tuple[str, ...]`."""
+    arguments = [a for a in getattr(hint, "__args__", ()) if a is not type(None) and a is not Ellipsis]
+    scalar: type = arguments[0] if arguments else hint
+    return scalar

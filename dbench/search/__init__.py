@@ -1,0 +1,1 @@
+"""The capacity search: the highest request rate that meets an SLA."""

@@ -1,0 +1,1 @@
+"""The server: scheduler, workers and the engine that decodes."""

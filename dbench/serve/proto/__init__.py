@@ -1,0 +1,1 @@
+"""The .proto file and the code that `make proto` generates from it."""

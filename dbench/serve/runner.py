@@ -1,0 +1,88 @@
+"""The seam between the engine, which plans, and the device, which computes.
+
+A plan names slots and spans, never ids: ids, masks and done flags live in the runner. `attach`,
+`launch` and `detach` return without waiting for the device; their effects happen in call order.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import NewType, Protocol
+
+from dbench.serve.sequence import BlockTask
+
+Ticket = NewType("Ticket", int)
+
+
+class Phase(StrEnum):
+    REFRESH = "refresh"
+    DECODE = "decode"
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """The rows that one sequence contributes to a batch."""
+
+    slot: int
+    phase: Phase
+    start: int
+    """First canvas position computed."""
+    num_rows: int
+
+
+@dataclass(frozen=True, slots=True)
+class SpanResult:
+    """What one span of a finished batch did."""
+
+    slot: int
+    positions: tuple[int, ...]
+    """Canvas positions fixed in this step, ascending."""
+    token_ids: tuple[int, ...]
+    """Their tokens, in the same order."""
+    done: bool
+    """The block has ended: no mask is left in it, or none before its first end-of-text id."""
+    void: bool
+    """The block had already ended at launch: nothing was computed or written for it."""
+    error: str
+    """Non-finite logits: what was found; else empty. The span then fixed nothing and is done."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """One finished batch, spans in the order of its plan; times on the engine's monotonic clock."""
+
+    spans: tuple[SpanResult, ...]
+    launched_s: float
+    completed_s: float
+    sampling_s: float
+    """Seconds spent in choosing tokens and positions."""
+
+
+class Runner(Protocol):
+    """A device that holds slots and computes spans."""
+
+    def attach(self, slot: int, task: BlockTask, pages: tuple[int, ...]) -> None:
+        """Give `slot` to a block: its ids, masks by position, rule parameters and page table.
+
+        `pages` cover the whole canvas: position i lies in pages[i // page_size] at i % page_size.
+        """
+
+    def launch(self, spans: tuple[Span, ...]) -> Ticket:
+        """Start one forward pass over the spans and the unmasking that follows it.
+
+        A span whose block has already ended is void. The step number of a span, from 0 = the refresh,
+        is the number of spans of its slot launched before it that were not void.
+        """
+
+    def collect(self, ticket: Ticket) -> StepResult:
+        """Wait for a launched batch; tickets are collected in launch order.
+
+        Raises an exception when the batch as a whole failed; its slots must then be detached.
+        """
+
+    def detach(self, slot: int) -> None:
+        """Take the slot back; its pages may be given to others once earlier launches are complete."""
+
+    def close(self) -> None:
+        """Release the device."""

@@ -1,0 +1,148 @@
+"""The direction of the imports, and the sizes that keep the code readable."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "dbench"
+
+LAYERS = {
+    "dbench": 0,
+    "dbench.errors": 0,
+    "dbench.options": 0,
+    "dbench.events": 0,
+    "dbench.clock": 0,
+    "dbench.config": 1,
+    "dbench.metrics": 1,
+    "dbench.environment": 1,
+    "dbench.models": 1,
+    "dbench.serve": 0,
+    "dbench.serve.sequence": 1,
+    "dbench.serve.policy": 1,
+    "dbench.serve.pages": 1,
+    "dbench.serve.families": 1,
+    "dbench.serve.proto": 1,
+    "dbench.serve.wire": 1,
+    "dbench.serve.tokenizer": 1,
+    "dbench.serve.runner": 2,
+    "dbench.serve.engine": 2,
+    "dbench.serve.batch": 3,
+    "dbench.serve.kv": 3,
+    "dbench.serve.attention": 3,
+    "dbench.serve.model": 3,
+    "dbench.serve.weights": 3,
+    "dbench.serve.noise": 3,
+    "dbench.serve.unmask": 3,
+    "dbench.serve.torch_runner": 4,
+    "dbench.serve.scheduler": 5,
+    "dbench.serve.worker": 5,
+    "dbench.serve.server": 5,
+    "dbench.serve.launch": 5,
+    "dbench.load": 0,
+    "dbench.load.arrivals": 1,
+    "dbench.load.lengths": 1,
+    "dbench.load.traces": 1,
+    "dbench.load.stop": 1,
+    "dbench.load.target": 5,
+    "dbench.load.driver": 6,
+    "dbench.search": 0,
+    "dbench.search.space": 1,
+    "dbench.search.sla": 1,
+    "dbench.search.capacity": 1,
+    "dbench.search.objective": 7,
+    "dbench.search.study": 7,
+    "dbench.console": 6,
+    "dbench.plots": 6,
+    "dbench.report": 6,
+    "dbench.cli": 7,
+    "dbench.__main__": 7,
+}
+"""Module -> layer. A module imports from lower layers, or from its own layer without a cycle."""
+
+NO_TORCH_UP_TO_LAYER = 2
+"""In dbench.serve, so that the scheduler process starts fast."""
+
+MAX_FILE_LINES = 400
+MAX_FUNCTION_LINES = 60
+
+
+def modules() -> dict[str, Path]:
+    paths = [p for p in PACKAGE.rglob("*.py") if "proto" not in p.parts or p.name == "__init__.py"]
+    return {name_of(path): path for path in sorted(paths)}
+
+
+def name_of(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def imports_of(path: Path) -> set[str]:
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            base = node.module or ""
+            found |= {f"{base}.{a.name}" if f"{base}.{a.name}" in LAYERS else base for a in node.names}
+    return found
+
+
+def layer_of(module: str) -> int | None:
+    while module:
+        if module in LAYERS:
+            return LAYERS[module]
+        module = module.rpartition(".")[0]
+    return None
+
+
+@pytest.mark.parametrize("module", modules())
+def test_module_has_a_layer(module: str) -> None:
+    assert module in LAYERS
+
+
+@pytest.mark.parametrize("module", modules())
+def test_module_imports_no_higher_layer(module: str) -> None:
+    for imported in imports_of(modules()[module]):
+        layer = layer_of(imported)
+        if imported.startswith("dbench") and layer is not None:
+            assert layer <= LAYERS[module], f"{module} imports {imported}"
+
+
+def test_imports_inside_a_layer_have_no_cycle() -> None:
+    graph = {m: {i for i in imports_of(p) if i in modules() and i != m} for m, p in modules().items()}
+    done: set[str] = set()
+
+    def visit(module: str, path: tuple[str, ...]) -> None:
+        assert module not in path, " -> ".join((*path, module))
+        if module not in done:
+            for imported in graph.get(module, ()):
+                visit(imported, (*path, module))
+            done.add(module)
+
+    for module in graph:
+        visit(module, ())
+
+
+@pytest.mark.parametrize("module", [m for m in modules() if m.startswith("dbench.serve")])
+def test_serve_knows_nothing_of_load_or_search(module: str) -> None:
+    assert not [i for i in imports_of(modules()[module]) if i.startswith(("dbench.load", "dbench.search"))]
+
+
+@pytest.mark.parametrize("module", [m for m in modules() if m.startswith("dbench.serve")])
+def test_low_layers_of_serve_do_without_torch(module: str) -> None:
+    if LAYERS[module] <= NO_TORCH_UP_TO_LAYER:
+        assert not [i for i in imports_of(modules()[module]) if i.split(".")[0] == "torch"]
+
+
+@pytest.mark.parametrize("module", modules())
+def test_sizes_stay_readable(module: str) -> None:
+    text = modules()[module].read_text(encoding="utf-8")
+    assert text.count("\n") <= MAX_FILE_LINES
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            assert (node.end_lineno or 0) - node.lineno < MAX_FUNCTION_LINES, f"{module}.{node.name}"
