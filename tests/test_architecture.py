@@ -15,7 +15,7 @@ LAYERS = {
     "dbench.errors": 0,
     "dbench.options": 0,
     "dbench.events": 0,
-    "dbench.clock": 0,
+    "dbench.progress": 0,
     "dbench.config": 1,
     "dbench.metrics": 1,
     "dbench.environment": 1,

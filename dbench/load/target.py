@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from dbench.events import Event
+from dbench.progress import WorkerProgress
 from dbench.serve.sequence import SamplingParameters
 
 
@@ -56,28 +57,13 @@ class TargetInfo:
     environment_json: str
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerView:
-    """One row of the worker table of a live view."""
-
-    worker_id: int
-    device: str
-    state: str
-    queue_depth_waiting: int
-    queue_depth_active: int
-    pages_used: int
-    pages_total: int
-    num_forward_passes: int
-    num_unmasked_tokens: int
-
-
 class Target(Protocol):
     """A server under load. Every method raises ServerUnavailable when nobody answers."""
 
     async def info(self) -> TargetInfo:
         """Wait until the target is ready for requests, then describe it."""
 
-    async def workers(self) -> tuple[WorkerView, ...]:
+    async def workers(self) -> tuple[WorkerProgress, ...]:
         """Live figures; empty where the target has none."""
 
     async def generate(self, request: LoadRequest, accepted: Callable[[str], None]) -> Outcome:

@@ -1,0 +1,119 @@
+"""Snapshots for live views: what `serve`, `run` and `search-capacity` show while they work.
+
+Producers fill them, `console.py` draws them; neither knows the other. Rates are per second.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerProgress:
+    """One row of the worker table. Counters run from the worker's start; views difference them."""
+
+    worker_id: int
+    device: str
+    state: str
+    """starting, idle, queued, busy, draining or lost."""
+    queue_depth_waiting: int
+    queue_depth_active: int
+    pages_used: int
+    pages_total: int
+    num_forward_passes: int
+    """Steps of sequences, refreshes included, void spans not."""
+    num_unmasked_tokens: int
+    """Returned tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServeProgress:
+    """A server at one moment."""
+
+    address: str
+    model: str
+    ready: bool
+    uptime_s: float
+    num_in_server: int
+    num_pending: int
+    num_completed: int
+    num_failed: int
+    num_cancelled: int
+    workers: tuple[WorkerProgress, ...]
+    recent_errors: tuple[str, ...]
+
+
+class RunPhase(StrEnum):
+    STARTING = "starting"
+    WARMUP = "warm-up"
+    MEASURING = "measuring"
+    DRAINING = "draining"
+    EXPORTING = "exporting"
+
+
+@dataclass(frozen=True, slots=True)
+class RunProgress:
+    """A run at one moment; percentiles are over the measured requests that have completed."""
+
+    name: str
+    target: str
+    phase: RunPhase
+    elapsed_s: float
+    eta_s: float | None
+    num_requests: int
+    num_sent: int
+    num_completed: int
+    num_failed: int
+    in_flight: int
+    offered_qps: float
+    achieved_qps: float
+    latency_p50_s: float | None
+    latency_p90_s: float | None
+    latency_p99_s: float | None
+    lag_p99_s: float | None
+    workers: tuple[WorkerProgress, ...]
+    recent_errors: tuple[str, ...]
+
+
+class Verdict(StrEnum):
+    RUNNING = "running"
+    PASS = "pass"
+    FAIL = "fail"
+    INVALID = "invalid"
+
+
+@dataclass(frozen=True, slots=True)
+class RuleProgress:
+    """One SLA rule in one trial."""
+
+    rule: str
+    value: float | None
+    threshold: float
+    passed: bool | None
+
+
+@dataclass(frozen=True, slots=True)
+class TrialProgress:
+    """One row of the trial table."""
+
+    number: int
+    qps: float
+    verdict: Verdict
+    rules: tuple[RuleProgress, ...]
+    reason: str
+    cached: bool
+
+
+@dataclass(frozen=True, slots=True)
+class SearchProgress:
+    """A capacity search at one moment."""
+
+    job: str
+    rules: tuple[str, ...]
+    elapsed_s: float
+    max_iterations: int
+    trials: tuple[TrialProgress, ...]
+    highest_pass: float | None
+    lowest_fail: float | None
+    running: RunProgress | None
