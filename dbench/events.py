@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, ClassVar
 
 SCHEMA_VERSION = 1
@@ -35,6 +35,34 @@ class RunStarted(Event):
     num_requests: int
     offered_qps: float
     """inf for all at once; 0 for a closed loop."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadDrawn(Event):
+    """What was drawn, before the first request goes out; the counts are over the measured requests."""
+
+    kind: ClassVar[str] = "load_drawn"
+    seed: int
+    arrivals: str
+    """For a reader, such as "poisson, 2 requests/s"."""
+    lengths: str
+    """For a reader, such as "trace arxiv, prompt x0.05, gen x0.05"."""
+    trace: str
+    """Name or file; empty for fixed lengths."""
+    sampling: str
+    """For a reader, such as "conf_threshold 0.9, temperature 0"."""
+    ignore_eos: bool
+    block_length: int
+    max_total_tokens: int
+    num_rounded: int
+    """gen_length was raised to a multiple of block_length."""
+    num_shortened: int
+    """The prompt was cut to fit max_total_tokens."""
+    num_repeated: int
+    """Drawn from a row of a trace file that an earlier request had used."""
+    num_warmup: int
+    notes: tuple[str, ...]
+    """Lines that the report must show."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +103,9 @@ class RunEnded(Event):
 
     kind: ClassVar[str] = "run_ended"
     reason: str
-    """complete, timeout, interrupted, or server_lost."""
+    """complete, timeout, interrupted, server_lost, or stopped (by a stop rule)."""
+    detail: str = ""
+    """One line: the rule that stopped it, or the error that ended it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,6 +248,7 @@ EVENT_TYPES: dict[str, type[Event]] = {
     t.kind: t
     for t in (
         RunStarted,
+        LoadDrawn,
         RequestSent,
         RequestDone,
         RunEnded,
@@ -254,6 +285,13 @@ def event_from_json(line: str) -> Event:
         raise ValueError(f"event {kind}: {error}") from None
 
 
+def shifted(event: Event, offset_s: float) -> Event:
+    """The event on another clock: every field that ends in _s is a moment, but for unix_s, and moves by `offset_s`."""
+    names = (f.name for f in fields(event) if f.name.endswith("_s") and f.name != "unix_s")
+    moved = {name: _moved(getattr(event, name), offset_s) for name in names}
+    return replace(event, **moved)
+
+
 def read_events(lines: Iterable[str]) -> Iterator[Event]:
     """Events of a file; a torn last line, as a killed run leaves it, is passed over.
 
@@ -271,6 +309,14 @@ def read_events(lines: Iterable[str]) -> Iterator[Event]:
             torn = ValueError(f"line {number}: {error}")
             continue
         yield event
+
+
+def _moved(moment: Any, offset_s: float) -> Any:
+    if moment is None:
+        return None
+    if isinstance(moment, tuple):
+        return tuple(m + offset_s for m in moment)
+    return moment + offset_s
 
 
 def _plain(value: Any) -> Any:
