@@ -81,6 +81,8 @@ class Verdict(StrEnum):
     PASS = "pass"
     FAIL = "fail"
     INVALID = "invalid"
+    UNJUDGED = "unjudged"
+    """Finished, and there is no SLA to judge it by."""
 
 
 @dataclass(frozen=True, slots=True)
