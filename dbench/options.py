@@ -25,6 +25,7 @@ class OptionSpec:
     secret: bool = False
     tunable: bool = False
     is_list: bool = False
+    allow_infinity: bool = False
     auto: str = ""  # what an unset value becomes, for --help
 
 
@@ -195,7 +196,9 @@ class LoadOptions:
     server: str | None = option(
         None, "Attach to a running server at host:port.", panel="Target", auto="start one with the serve options"
     )
-    qps: float = option(1.0, "Requests per second offered; inf: all at once.", panel="Load", above=0)
+    qps: float = option(
+        1.0, "Requests per second offered; inf: all at once.", panel="Load", above=0, allow_infinity=True
+    )
     num_requests: int = option(100, "Measured requests.", panel="Load", minimum=1)
     concurrency: int | None = option(
         None, "Closed loop: this many requests in flight, instead of --qps.", panel="Load", minimum=1, auto="open loop"
@@ -276,6 +279,63 @@ class TerminalOptions:
         "info", "Least severe message shown.", panel="Terminal", choices=("debug", "info", "warning", "error")
     )
     dashboard: bool = option(True, "Live view on a terminal.", panel="Terminal")
+
+
+@dataclass(frozen=True, slots=True)
+class ClientOptions:
+    """One request of `dbench submit`."""
+
+    server: str = option("127.0.0.1:50051", "Server at host:port.", panel="Target")
+    api_key: str | None = option(None, "Key that the server wants.", panel="Target", secret=True, auto="no key")
+    prompt: str | None = option(None, "Prompt as text.", panel="Request", auto="none")
+    prompt_ids: str | None = option(None, "Prompt as token ids: 1,2,3.", panel="Request", auto="none")
+    gen_length: int | None = option(
+        None,
+        "Tokens to generate, a multiple of the server's block length.",
+        panel="Request",
+        minimum=1,
+        auto="one block",
+    )
+    request_seed: int | None = option(
+        None,
+        "Seed of the request's randomness.",
+        panel="Request",
+        minimum=-(2**63),
+        maximum=2**63 - 1,
+        auto="made from the request, so that equal requests get equal randomness",
+    )
+    ignore_eos: bool = option(False, "Decode the whole gen_length, past any end-of-text id.", panel="Request")
+    tokenizer: str | None = option(
+        None, "Directory that holds tokenizer.json.", panel="Request", auto="the server's tokenizer"
+    )
+    stream: bool = option(False, "Print each block as it comes.", panel="Request")
+
+
+@dataclass(frozen=True, slots=True)
+class ProfileOptions:
+    """What `dbench trace make` draws from a length profile."""
+
+    num_requests: int = option(1000, "Rows to draw.", panel="Trace", minimum=1)
+    seed: int = option(42, "Seed of the draws.", panel="Trace", minimum=0)
+
+
+COMMAND_SECTIONS: dict[str, tuple[type, ...]] = {
+    "serve": (EngineOptions, ServiceOptions, TerminalOptions),
+    "run": (LoadOptions, SamplingOptions, EngineOptions, ServiceOptions, TerminalOptions),
+    "search-capacity": (
+        SearchOptions,
+        LoadOptions,
+        SamplingOptions,
+        EngineOptions,
+        ServiceOptions,
+        TerminalOptions,
+    ),
+    "submit": (ClientOptions, SamplingOptions, TerminalOptions),
+    "report": (TerminalOptions,),
+    "trace show": (TerminalOptions,),
+    "trace make": (ProfileOptions, TerminalOptions),
+}
+"""Command -> the sections that it takes. No name stands twice in one command."""
 
 
 def options_of(section: type) -> Iterator[Option]:
