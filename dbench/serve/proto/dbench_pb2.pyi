@@ -187,10 +187,12 @@ class ExportMetricsRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class EventBatch(_message.Message):
-    __slots__ = ("event_json",)
+    __slots__ = ("event_json", "num_forgotten")
     EVENT_JSON_FIELD_NUMBER: _ClassVar[int]
+    NUM_FORGOTTEN_FIELD_NUMBER: _ClassVar[int]
     event_json: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, event_json: _Optional[_Iterable[str]] = ...) -> None: ...
+    num_forgotten: int
+    def __init__(self, event_json: _Optional[_Iterable[str]] = ..., num_forgotten: _Optional[int] = ...) -> None: ...
 
 class BlockKey(_message.Message):
     __slots__ = ("request_id", "block_index", "attempt")
