@@ -80,3 +80,9 @@ def unknown_name(kind: str, got: str, known: Iterable[str]) -> str:
     near = get_close_matches(got, names, n=1)
     hint = f"; did you mean {near[0]!r}?" if near else ""
     return f"unknown {kind} {got!r}{hint} (known: {', '.join(names)})"
+
+
+def one_line(error: BaseException | str) -> str:
+    """The message of a foreign error on one line; its type's name where it has none."""
+    text = " ".join(str(error).split())
+    return text or type(error).__name__
