@@ -1,0 +1,295 @@
+"""Options from every source -> one frozen record that knows where each value came from.
+
+Precedence: default < YAML file < environment < flag. `resolve.py` then fills in what is left to dbench.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, TypeVar
+
+import yaml
+
+from dbench.errors import OptionError
+from dbench.options import COMMAND_SECTIONS, Option, options_of
+from dbench.values import nearest, read_text, read_value, show
+
+logger = logging.getLogger(__name__)
+
+S = TypeVar("S")
+
+DEFAULT = "default"
+FLAG = "flag"
+AUTO_PREFIX = "auto: "
+YAML_PREFIX = "YAML "
+ENVIRONMENT_PREFIX = "environment "
+VARIABLE_PREFIX = "DBENCH_"
+
+
+@dataclass(frozen=True, slots=True)
+class ConfigLine:
+    """One option as it is printed; a secret only as 'set' or 'unset'."""
+
+    name: str
+    value_text: str
+    origin: str
+
+
+@dataclass(frozen=True, slots=True)
+class Resolved:
+    """The sections of one command with every value in place."""
+
+    sections: tuple[object, ...]
+    origins: Mapping[str, str]
+    """Option name -> 'default', 'auto: why', 'YAML file', 'environment DBENCH_X' or 'flag'."""
+
+    def section(self, kind: type[S]) -> S:
+        """The section of this kind; KeyError when the command has none."""
+        for section in self.sections:
+            if isinstance(section, kind):
+                return section
+        raise KeyError(kind.__name__)
+
+    def value(self, name: str) -> Any:
+        return _values(self.sections)[name]
+
+    def is_explicit(self, name: str) -> bool:
+        """Somebody gave this value: it is neither the default nor filled in by dbench."""
+        origin = self.origins[name]
+        return origin != DEFAULT and not origin.startswith(AUTO_PREFIX)
+
+    def replace(self, name: str, value: object, origin: str) -> Resolved:
+        """The same with one value changed; the value must already be checked. KeyError for an unknown name."""
+        if name not in self.origins:
+            raise KeyError(name)
+        sections = tuple(_with(s, name, value) if name in _names(type(s)) else s for s in self.sections)
+        return Resolved(sections, MappingProxyType({**self.origins, name: origin}))
+
+    def override(self, changes: Mapping[str, object], source: str) -> Resolved:
+        """The same with parsed values of a further source, checked; raises OptionError naming `source` and the key."""
+        table = option_table(type(s) for s in self.sections)
+        result = self
+        for name, raw in changes.items():
+            place = f"{source}: {name}"
+            if name not in table:
+                raise OptionError(unknown_option(place, name, table))
+            result = result.replace(name, read_value(table[name], raw, place), source)
+        return result
+
+    def only(self, kinds: Sequence[type]) -> Resolved:
+        """The same without every section of another kind."""
+        sections = tuple(s for s in self.sections if type(s) in kinds)
+        names = _values(sections)
+        return Resolved(sections, MappingProxyType({n: o for n, o in self.origins.items() if n in names}))
+
+    def place(self, name: str) -> str:
+        """What to name in an error about this option: its flag, its YAML file and key, or its variable."""
+        origin = self.origins[name]
+        if origin.startswith(YAML_PREFIX):
+            return f"{origin.removeprefix(YAML_PREFIX)}: {name}"
+        if origin.startswith(ENVIRONMENT_PREFIX):
+            return origin.removeprefix(ENVIRONMENT_PREFIX)
+        return flag_of(name)
+
+    def lines(self) -> list[ConfigLine]:
+        """Every option in the order of its declaration."""
+        return [
+            ConfigLine(option.name, _public_text(option, value), self.origins[option.name])
+            for option, value in self._pairs()
+        ]
+
+    def to_yaml(self) -> str:
+        """A file that --config reads back to the same values; secrets stay out of it."""
+        lines = []
+        for option, value in self._pairs():
+            origin = " ".join(self.origins[option.name].split())
+            if option.spec.secret:
+                lines.append(f"# {option.name} is {_public_text(option, value)}  # {origin}")
+                continue
+            plain = list(value) if isinstance(value, tuple) else value
+            text = yaml.safe_dump({option.name: plain}, allow_unicode=True, width=math.inf, default_flow_style=None)
+            lines.append(f"{text.rstrip()}  # {origin}")
+        return "\n".join(lines) + "\n"
+
+    def to_json(self) -> str:
+        """One object: name -> {value, origin}; secrets as 'set' or 'unset', infinities as text."""
+        record = {
+            option.name: {
+                "value": _public_text(option, value) if option.spec.secret else _plain(value),
+                "origin": self.origins[option.name],
+            }
+            for option, value in self._pairs()
+        }
+        return json.dumps(record, allow_nan=False)
+
+    def _pairs(self) -> list[tuple[Option, Any]]:
+        values = _values(self.sections)
+        return [(option, values[option.name]) for s in self.sections for option in options_of(type(s))]
+
+
+def resolve(
+    sections: Sequence[type], flags: Mapping[str, object], *, yaml_path: Path | None, environment: Mapping[str, str]
+) -> Resolved:
+    """Values of all sources, checked one by one; raises OptionError naming the first that is wrong.
+
+    `flags` maps option names to text, parsed values, or None for a flag that was not given.
+    """
+    table = option_table(sections)
+    values: dict[str, object] = {name: option.default for name, option in table.items()}
+    origins = dict.fromkeys(table, DEFAULT)
+    for entry in read_yaml(yaml_path) if yaml_path else ():
+        place = f"{yaml_path} line {entry.line}: {entry.key}"
+        if entry.key not in table:
+            raise OptionError(unknown_option(place, entry.key, table))
+        values[entry.key] = read_value(table[entry.key], entry.value, place)
+        if entry.value is not None:
+            origins[entry.key] = f"{YAML_PREFIX}{yaml_path}"
+    for name, text in _variables(table, environment).items():
+        variable = table[name].environment_variable
+        values[name] = read_text(table[name], text, f"environment variable {variable}")
+        origins[name] = f"{ENVIRONMENT_PREFIX}{variable}"
+    for name, raw in flags.items():
+        if raw is not None:
+            option = table[name]
+            values[name] = read_value(option, raw, option.flag)
+            origins[name] = FLAG
+    built = tuple(kind(**{o.name: values[o.name] for o in options_of(kind)}) for kind in sections)
+    return Resolved(built, MappingProxyType(origins))
+
+
+def option_table(sections: Iterable[type]) -> dict[str, Option]:
+    """Name -> option, over some sections."""
+    return {option.name: option for section in sections for option in options_of(section)}
+
+
+def commands_with(name: str) -> list[str]:
+    """The commands that take an option of this name."""
+    return [command for command, sections in COMMAND_SECTIONS.items() if name in option_table(sections)]
+
+
+def unknown_option(place: str, name: str, known: Iterable[str]) -> str:
+    """One line for a name that is no option here: the commands that have it, or else the nearest option."""
+    elsewhere = commands_with(name)
+    if elsewhere:
+        return f"{place}: not an option of this command, only of {', '.join(elsewhere)}"
+    return f"{place}: unknown option{nearest(name, known) or '; --help lists the known ones'}"
+
+
+def flag_of(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def options_to_dict(section: object) -> dict[str, Any]:
+    """A section as plain JSON values, to hand it to another process. Secrets are in it in full: never log it."""
+    return {name: _plain(value) for name, value in _values((section,)).items()}
+
+
+def options_from_dict(kind: type[S], mapping: Mapping[str, Any]) -> S:
+    """The inverse of options_to_dict; raises OptionError for unknown names and wrong values."""
+    table = option_table((kind,))
+    unknown = [name for name in mapping if name not in table]
+    if unknown:
+        raise OptionError(unknown_option(f"{kind.__name__}: {unknown[0]}", unknown[0], table))
+    return kind(**{name: read_value(table[name], raw, f"{kind.__name__}: {name}") for name, raw in mapping.items()})
+
+
+@dataclass(frozen=True, slots=True)
+class YamlEntry:
+    """One top-level key of a YAML file."""
+
+    key: str
+    value: object
+    line: int
+
+
+def read_yaml(path: Path) -> list[YamlEntry]:
+    """The top-level keys of a file with their line numbers; an empty file has none. Raises OptionError."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
+        raise OptionError(f"--config: cannot read {path}: {reason}") from None
+    loader = yaml.SafeLoader(text)
+    try:
+        return _entries(path, loader)
+    except yaml.YAMLError as error:
+        raise OptionError(_yaml_error(path, error)) from None
+    except ValueError as error:  # a timestamp such as 2024-13-45
+        raise OptionError(f"{path}: not valid YAML: {error}") from None
+    finally:
+        loader.dispose()
+
+
+def _entries(path: Path, loader: yaml.SafeLoader) -> list[YamlEntry]:
+    root = loader.get_single_node()
+    if root is None:
+        return []
+    if not isinstance(root, yaml.MappingNode):
+        raise OptionError(
+            f"{path}: wanted lines of 'key: value', got {'a list' if isinstance(root, yaml.SequenceNode) else 'plain text'}"
+        )
+    entries: list[YamlEntry] = []
+    for key_node, value_node in root.value:
+        line = key_node.start_mark.line + 1
+        key = loader.construct_object(key_node, deep=True)
+        if not isinstance(key, str):
+            raise OptionError(f"{path} line {line}: got the key {key!r}, wanted an option name")
+        if any(entry.key == key for entry in entries):
+            raise OptionError(f"{path} line {line}: {key} stands twice; keep one of them")
+        entries.append(YamlEntry(key, loader.construct_object(value_node, deep=True), line))
+    return entries
+
+
+def _yaml_error(path: Path, error: yaml.YAMLError) -> str:
+    if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
+        what = " ".join(str(error.problem or error.context).split())
+        return f"{path} line {error.problem_mark.line + 1}: not valid YAML: {what}"
+    return f"{path}: not valid YAML: {' '.join(str(error).split())}"
+
+
+def _variables(table: Mapping[str, Option], environment: Mapping[str, str]) -> dict[str, str]:
+    """Option name -> text, for this command's variables; an empty variable counts as unset.
+
+    A variable of another command is passed over; one that no command knows is logged, since a prefix
+    is no proof that it was meant for dbench.
+    """
+    by_variable = {option.environment_variable: name for name, option in table.items()}
+    everywhere = option_table(s for sections in COMMAND_SECTIONS.values() for s in sections)
+    known = [option.environment_variable for option in everywhere.values()]
+    found = {}
+    for variable, text in sorted(environment.items()):
+        if variable in by_variable and text.strip():
+            found[by_variable[variable]] = text
+        elif variable.startswith(VARIABLE_PREFIX) and variable not in known:
+            logger.warning("environment variable %s belongs to no option%s", variable, nearest(variable, known))
+    return found
+
+
+def _public_text(option: Option, value: object) -> str:
+    if option.spec.secret:
+        return "unset" if value is None else "set"
+    return show(value)
+
+
+def _plain(value: object) -> object:
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _names(kind: Any) -> set[str]:
+    return {f.name for f in fields(kind)}
+
+
+def _values(sections: Iterable[Any]) -> dict[str, Any]:
+    return {name: value for section in sections for name, value in asdict(section).items()}
+
+
+def _with(section: Any, name: str, value: object) -> object:
+    return replace(section, **{name: value})

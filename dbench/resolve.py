@@ -1,0 +1,266 @@
+"""What a server needs and nobody gave: filled in stage by stage, before anything is started.
+
+basics -> devices -> memory_and_budget -> network -> validate; each takes and returns a ServePlan and
+raises OptionError or ModelError. No torch: the answers come from config.json and from the system.
+"""
+
+from __future__ import annotations
+
+import errno
+import ipaddress
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from dbench.config import AUTO_PREFIX, Resolved
+from dbench.errors import ModelError, OptionError
+from dbench.options import EngineOptions, SamplingOptions, ServiceOptions
+from dbench.serve.families import ModelConfig, find_model, read_model_config
+from dbench.serve.sequence import STRATEGY_PARAMETER
+
+EMBEDDED = "embedded"
+CPU = "cpu"
+TOKENIZER_FILE = "tokenizer.json"
+
+MEMORY_SHARE = 4
+"""The KV of all workers together takes at most one part in this many of the available memory."""
+
+ELEMENT_SIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
+"""dtype -> bytes per element."""
+
+CPU_DTYPES = ("float32", "bfloat16")
+"""What the CPU kernels decode with; float16 has no matrix products of useful speed or range there."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServePlan:
+    """The options so far, and the model they name once that is known."""
+
+    resolved: Resolved
+    available_bytes: Callable[[], int]
+    directory: Path | None = None
+    model: ModelConfig | None = None
+
+    @property
+    def engine(self) -> EngineOptions:
+        return self.resolved.section(EngineOptions)
+
+    @property
+    def service(self) -> ServiceOptions:
+        return self.resolved.section(ServiceOptions)
+
+    @property
+    def known_model(self) -> ModelConfig:
+        assert self.model is not None, "the stage basics has run"
+        return self.model
+
+    @property
+    def num_workers(self) -> int:
+        assert self.engine.gpus is not None, "the stage devices has run"
+        return len(self.engine.gpus.split(","))
+
+    def auto(self, name: str, value: object, why: str) -> ServePlan:
+        return replace(self, resolved=self.resolved.replace(name, value, f"{AUTO_PREFIX}{why}"))
+
+    def normalised(self, name: str, value: object) -> ServePlan:
+        """The same value in its one canonical spelling; the origin stays."""
+        return replace(self, resolved=self.resolved.replace(name, value, self.resolved.origins[name]))
+
+    def refused(self, name: str, got: object, wanted: str) -> OptionError:
+        return OptionError(f"{self.resolved.place(name)}: got {got}, wanted {wanted}")
+
+
+def available_memory() -> int:
+    """Bytes that processes can take without swapping."""
+    import psutil
+
+    return int(psutil.virtual_memory().available)
+
+
+def resolve_serve(resolved: Resolved, *, available_bytes: Callable[[], int] = available_memory) -> Resolved:
+    """Every option of a server filled in and checked; raises OptionError or ModelError."""
+    plan = ServePlan(resolved, available_bytes)
+    for stage in STAGES:
+        plan = stage(plan)
+    return plan.resolved
+
+
+def basics(plan: ServePlan) -> ServePlan:
+    """The model, its tokenizer and names, and the lengths that follow from it."""
+    if plan.engine.model is None:
+        plan = plan.auto("model", EMBEDDED, "no model was given")
+    name = plan.engine.model or EMBEDDED
+    directory = find_model(name)
+    if plan.engine.served_model_name is None:
+        plan = plan.auto("served_model_name", name, "the value of model")
+    if name != EMBEDDED:
+        plan = plan.normalised("model", str(directory.resolve()))
+    plan = replace(plan, directory=directory, model=read_model_config(directory))
+    plan = _tokenizer(plan, directory)
+    return _mask_id(_max_model_len(plan))
+
+
+def devices(plan: ServePlan) -> ServePlan:
+    """Which device each worker owns, and the number format there."""
+    if plan.engine.gpus is None:
+        plan = plan.auto("gpus", CPU, "one CPU worker")
+    names = [name.strip() for name in (plan.engine.gpus or "").split(",")]
+    odd = [name for name in names if name != CPU]
+    if odd:
+        raise plan.refused("gpus", repr(odd[0]), "'cpu' or a list such as 'cpu,cpu': this version serves on CPUs only")
+    plan = plan.normalised("gpus", ",".join(names))
+    if plan.engine.dtype == "auto":
+        return plan.auto("dtype", "float32", "the devices are CPUs")
+    if plan.engine.dtype not in CPU_DTYPES:
+        raise plan.refused("dtype", repr(plan.engine.dtype), f"one of {', '.join(CPU_DTYPES)} on CPUs")
+    return plan
+
+
+def memory_and_budget(plan: ServePlan) -> ServePlan:
+    """How many KV pages each worker gets."""
+    longest = _pages_of(plan, plan.engine.max_model_len or 0)
+    if plan.engine.kv_max_pages is not None:
+        return plan
+    page_bytes = plan.known_model.kv_bytes_per_token(ELEMENT_SIZE[plan.engine.dtype]) * plan.engine.kv_page_size
+    available = plan.available_bytes()
+    if longest * page_bytes * plan.num_workers > available:
+        raise OptionError(
+            f"kv_max_pages: one canvas of max_model_len {plan.engine.max_model_len} on each of {plan.num_workers} "
+            f"workers needs {_gib(longest * page_bytes * plan.num_workers)} of KV, {_gib(available)} are available; "
+            "lower --max-model-len or use fewer workers"
+        )
+    within_share = available // MEMORY_SHARE // plan.num_workers // page_bytes
+    full_batch = plan.engine.max_batch_size * longest
+    if full_batch <= within_share:
+        return plan.auto("kv_max_pages", full_batch, "max_batch_size canvases of max_model_len")
+    why = f"a quarter of {_gib(available)} available memory over {plan.num_workers} worker(s)"
+    if within_share < longest:
+        why = "one canvas of max_model_len"
+    return plan.auto("kv_max_pages", max(longest, within_share), why)
+
+
+def network(plan: ServePlan) -> ServePlan:
+    """An address that may be bound, and a port that is free."""
+    host, port = plan.service.host, plan.service.scheduler_port
+    if not _is_loopback(host) and not plan.service.allow_insecure_bind:
+        raise plan.refused(
+            "host", repr(host), "a loopback address such as 127.0.0.1, or --allow-insecure-bind to serve without TLS"
+        )
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise plan.refused(
+                "scheduler_port", f"{port}, which is in use on {host}", "a free port, or 0 for any free one"
+            ) from None
+        if error.errno == errno.EACCES:
+            raise plan.refused("scheduler_port", port, "a port that this user may bind (1024 or above)") from None
+        reason = error.strerror or str(error)
+        raise plan.refused("host", f"{host!r} ({reason})", "an address of this machine") from None
+    return plan
+
+
+def validate(plan: ServePlan) -> ServePlan:
+    """What several options say together."""
+    engine = plan.engine
+    assert engine.max_model_len is not None
+    assert engine.kv_max_pages is not None
+    if engine.max_model_len <= engine.block_length:
+        raise OptionError(
+            f"{plan.resolved.place('block_length')}: got {engine.block_length}, wanted less than max_model_len "
+            f"{engine.max_model_len}, so that a canvas holds a prompt and a block"
+        )
+    if engine.max_gen_len is not None:
+        if engine.max_gen_len % engine.block_length:
+            raise plan.refused(
+                "max_gen_len", engine.max_gen_len, f"a multiple of block_length, which is {engine.block_length}"
+            )
+        if engine.max_gen_len >= engine.max_model_len:
+            raise plan.refused(
+                "max_gen_len", engine.max_gen_len, f"less than max_model_len, which is {engine.max_model_len}"
+            )
+    longest = _pages_of(plan, engine.max_model_len)
+    if engine.kv_max_pages < longest:
+        raise plan.refused(
+            "kv_max_pages",
+            engine.kv_max_pages,
+            f"at least {longest}: one canvas of max_model_len {engine.max_model_len} "
+            f"in pages of kv_page_size {engine.kv_page_size}",
+        )
+    return plan
+
+
+STAGES: tuple[Callable[[ServePlan], ServePlan], ...] = (basics, devices, memory_and_budget, network, validate)
+
+
+def check_sampling(resolved: Resolved) -> None:
+    """The unmasking rule has its own parameter and no foreign one; raises OptionError."""
+    sampling = resolved.section(SamplingOptions)
+    own = STRATEGY_PARAMETER[sampling.unmasking_strategy]
+    values = {name: resolved.value(name) for name in STRATEGY_PARAMETER.values() if name is not None}
+    for name, value in values.items():
+        if name != own and value is not None:
+            raise OptionError(
+                f"{resolved.place(name)}: got {value}, but the rule is {sampling.unmasking_strategy}; "
+                f"leave it out or choose another --unmasking-strategy"
+            )
+    if sampling.unmasking_strategy == "conf_quota" and sampling.fixed_unmask_quota is None:
+        raise OptionError(
+            f"{resolved.place('unmasking_strategy')}: conf_quota needs --fixed-unmask-quota, a whole number at least 1"
+        )
+
+
+def _tokenizer(plan: ServePlan, directory: Path) -> ServePlan:
+    if plan.engine.tokenizer is None:
+        return plan.auto("tokenizer", str(directory.resolve()), "the model directory")
+    path = Path(plan.engine.tokenizer).expanduser()
+    if not (path / TOKENIZER_FILE).is_file():
+        raise ModelError(
+            f"{plan.resolved.place('tokenizer')}: got {str(path)!r}, wanted a directory that holds {TOKENIZER_FILE}"
+        )
+    return plan.normalised("tokenizer", str(path.resolve()))
+
+
+def _max_model_len(plan: ServePlan) -> ServePlan:
+    limit = plan.known_model.max_sequence_length
+    if plan.engine.max_model_len is None:
+        return plan.auto("max_model_len", limit, "the model's context limit")
+    if plan.engine.max_model_len > limit:
+        raise plan.refused(
+            "max_model_len", plan.engine.max_model_len, f"at most {limit}, the context limit in config.json"
+        )
+    return plan
+
+
+def _mask_id(plan: ServePlan) -> ServePlan:
+    model = plan.known_model
+    if plan.engine.mask_id is None:
+        if model.mask_token_id is None:
+            raise OptionError(
+                f"--mask-id: not given, and config.json in {plan.directory} has no mask_token_id; give the mask's id"
+            )
+        return plan.auto("mask_id", model.mask_token_id, "mask_token_id of config.json")
+    if plan.engine.mask_id >= model.vocab_size:
+        raise plan.refused("mask_id", plan.engine.mask_id, f"an id below the vocabulary size {model.vocab_size}")
+    return plan
+
+
+def _pages_of(plan: ServePlan, num_tokens: int) -> int:
+    return -(-num_tokens // plan.engine.kv_page_size)
+
+
+def _is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.2f} GiB"
