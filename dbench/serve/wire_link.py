@@ -1,0 +1,226 @@
+"""What crosses the wire between a scheduler and its workers: records, and their protobuf messages.
+
+A worker dials in and says Hello; the scheduler answers Welcome; the worker loads its model and says
+Ready; from then on blocks and cancels go down, and one EngineProgress per iteration comes up.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from dbench.serve.proto import dbench_pb2 as pb
+from dbench.serve.sequence import BlockEnd, BlockKey, BlockOutcome, BlockStep, BlockTask, BlockTimes
+from dbench.serve.wire import sampling_from_message, sampling_to_message
+
+
+@dataclass(frozen=True, slots=True)
+class Hello:
+    """A worker's first message."""
+
+    worker_key: str
+    worker_id: int
+    device: str
+    pid: int
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """The model is loaded and has run one forward pass."""
+
+    pages_total: int
+    kv_page_size: int
+    max_model_len: int
+
+
+@dataclass(frozen=True, slots=True)
+class EngineProgress:
+    """What one iteration brought, or, with nothing in it, a heartbeat."""
+
+    now_s: float
+    """The worker's monotonic clock when it was sent."""
+    iteration: int
+    refreshed: tuple[BlockKey, ...] = ()
+    ended: tuple[BlockEnd, ...] = ()
+    event_lines: tuple[str, ...] = ()
+    """Events as JSON since the last message, on the worker's clock."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fatal:
+    """The worker cannot go on."""
+
+    error: str
+
+
+WorkerMessage = Hello | Ready | EngineProgress | Fatal
+
+
+@dataclass(frozen=True, slots=True)
+class Welcome:
+    """The scheduler has taken the worker in."""
+
+    worker_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class RunBlock:
+    task: BlockTask
+
+
+@dataclass(frozen=True, slots=True)
+class CancelBlock:
+    key: BlockKey
+
+
+@dataclass(frozen=True, slots=True)
+class Drain:
+    """Finish what runs, take nothing new, then close the stream."""
+
+
+Command = Welcome | RunBlock | CancelBlock | Drain
+
+
+def worker_message_to_message(record: WorkerMessage) -> pb.WorkerMessage:
+    match record:
+        case Hello(worker_key, worker_id, device, pid):
+            hello = pb.Hello(worker_key=worker_key, worker_id=worker_id, device=device, pid=pid)
+            return pb.WorkerMessage(hello=hello)
+        case Ready(pages_total, kv_page_size, max_model_len):
+            ready = pb.Ready(pages_total=pages_total, kv_page_size=kv_page_size, max_model_len=max_model_len)
+            return pb.WorkerMessage(ready=ready)
+        case EngineProgress():
+            return pb.WorkerMessage(
+                progress=pb.Progress(
+                    now_s=record.now_s,
+                    iteration=record.iteration,
+                    refreshed=[_key_to_message(key) for key in record.refreshed],
+                    ended=[_end_to_message(end) for end in record.ended],
+                    event_json=record.event_lines,
+                )
+            )
+        case Fatal(error):
+            return pb.WorkerMessage(fatal=error)
+
+
+def worker_message_from_message(message: pb.WorkerMessage) -> WorkerMessage:
+    """Raises ValueError for an empty message."""
+    match message.WhichOneof("message"):
+        case "hello":
+            hello = message.hello
+            return Hello(hello.worker_key, hello.worker_id, hello.device, hello.pid)
+        case "ready":
+            return Ready(message.ready.pages_total, message.ready.kv_page_size, message.ready.max_model_len)
+        case "progress":
+            progress = message.progress
+            return EngineProgress(
+                now_s=progress.now_s,
+                iteration=progress.iteration,
+                refreshed=tuple(_key_from_message(key) for key in progress.refreshed),
+                ended=tuple(_end_from_message(end) for end in progress.ended),
+                event_lines=tuple(progress.event_json),
+            )
+        case "fatal":
+            return Fatal(message.fatal)
+        case other:
+            raise ValueError(f"a worker's message holds hello, ready, progress or fatal, got {other}")
+
+
+def command_to_message(command: Command) -> pb.SchedulerCommand:
+    match command:
+        case Welcome(worker_id):
+            return pb.SchedulerCommand(welcome=pb.Welcome(worker_id=worker_id))
+        case RunBlock(task):
+            return pb.SchedulerCommand(run=_task_to_message(task))
+        case CancelBlock(key):
+            return pb.SchedulerCommand(cancel=_key_to_message(key))
+        case Drain():
+            return pb.SchedulerCommand(drain=pb.Drain())
+
+
+def command_from_message(message: pb.SchedulerCommand) -> Command:
+    """Raises ValueError for an empty command."""
+    match message.WhichOneof("command"):
+        case "welcome":
+            return Welcome(message.welcome.worker_id)
+        case "run":
+            return RunBlock(_task_from_message(message.run))
+        case "cancel":
+            return CancelBlock(_key_from_message(message.cancel))
+        case "drain":
+            return Drain()
+        case other:
+            raise ValueError(f"a command holds welcome, run, cancel or drain, got {other}")
+
+
+def _key_to_message(key: BlockKey) -> pb.BlockKey:
+    return pb.BlockKey(request_id=key.request_id, block_index=key.block_index, attempt=key.attempt)
+
+
+def _key_from_message(message: pb.BlockKey) -> BlockKey:
+    return BlockKey(message.request_id, message.block_index, message.attempt)
+
+
+def _task_to_message(task: BlockTask) -> pb.BlockTask:
+    return pb.BlockTask(
+        key=_key_to_message(task.key),
+        token_ids=task.token_ids,
+        num_masks=task.num_masks,
+        block_length=task.block_length,
+        sampling=sampling_to_message(task.sampling),
+        request_seed=task.request_seed,
+        ignore_eos=task.ignore_eos,
+        arrival_s=task.arrival_s,
+        num_remaining_blocks=task.num_remaining_blocks,
+    )
+
+
+def _task_from_message(message: pb.BlockTask) -> BlockTask:
+    return BlockTask(
+        key=_key_from_message(message.key),
+        token_ids=tuple(message.token_ids),
+        num_masks=message.num_masks,
+        block_length=message.block_length,
+        sampling=sampling_from_message(message.sampling),
+        request_seed=message.request_seed,
+        ignore_eos=message.ignore_eos,
+        arrival_s=message.arrival_s,
+        num_remaining_blocks=message.num_remaining_blocks,
+    )
+
+
+def _end_to_message(end: BlockEnd) -> pb.BlockEnd:
+    times = end.times
+    return pb.BlockEnd(
+        key=_key_to_message(end.key),
+        outcome=end.outcome.value,
+        token_ids=end.token_ids,
+        found_eos=end.found_eos,
+        error=end.error,
+        times=None
+        if times is None
+        else pb.BlockTimes(
+            received_s=times.received_s,
+            refresh_start_s=times.refresh_start_s,
+            refresh_end_s=times.refresh_end_s,
+            decode_start_s=times.decode_start_s,
+            end_s=times.end_s,
+        ),
+        steps=[pb.BlockStep(end_s=step.end_s, num_unmasked=step.num_unmasked) for step in end.steps],
+    )
+
+
+def _end_from_message(message: pb.BlockEnd) -> BlockEnd:
+    times = message.times
+    return BlockEnd(
+        key=_key_from_message(message.key),
+        outcome=BlockOutcome(message.outcome),
+        token_ids=tuple(message.token_ids),
+        found_eos=message.found_eos,
+        error=message.error,
+        times=BlockTimes(
+            times.received_s, times.refresh_start_s, times.refresh_end_s, times.decode_start_s, times.end_s
+        )
+        if message.HasField("times")
+        else None,
+        steps=tuple(BlockStep(step.end_s, step.num_unmasked) for step in message.steps),
+    )
