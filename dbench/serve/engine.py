@@ -1,0 +1,323 @@
+"""The engine of one worker: what runs next, and what came of it.
+
+An iteration is `plan` (pure), `launched` (marks spans in flight), the runner's launch and collect (the
+only calls that reach the device) and `advance` (lands the results). The plain driver makes them back to
+back; the overlapping one launches an iteration before it lands the one before, so that the device never
+waits for the host. One thread calls everything.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from bisect import bisect_left, insort
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import islice
+from operator import attrgetter
+
+from dbench.errors import RequestError
+from dbench.events import Event
+from dbench.serve.engine_log import Depths, EngineLog
+from dbench.serve.engine_state import InFlight, Interval, Plan, Queued, Sequence, never_ran
+from dbench.serve.pages import PagePool
+from dbench.serve.policy import QUEUE_ORDERS, SPANS, Room, TokenBudget, admit, choose
+from dbench.serve.runner import Phase, Runner, Span, StepResult
+from dbench.serve.sequence import BlockEnd, BlockKey, BlockOutcome, BlockTask
+
+logger = logging.getLogger(__name__)
+
+_BY_ORDER = attrgetter("order")
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLimits:
+    """What an engine may do at a time, and how it chooses."""
+
+    max_batch_size: int
+    """Running blocks, and the number of the runner's slots."""
+    max_tokens_per_iteration: int
+    block_length: int
+    max_model_len: int
+    """Longest canvas."""
+    queue_policy: str
+    """A key of QUEUE_ORDERS."""
+    overlap: bool
+    eos_token_ids: tuple[int, ...]
+    cache_mode: str = "exact"
+    """A key of SPANS."""
+    logit_shift: int = 0
+    """1 for models whose logits at a row predict the next position."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepReport:
+    """What one iteration of the driver brought to an end."""
+
+    refreshed: tuple[BlockKey, ...]
+    """Blocks whose refresh has landed and left masks to decode."""
+    ended: tuple[BlockEnd, ...]
+
+
+class Engine:
+    """Holds the blocks of one worker, from `submit` to their BlockEnd in a StepReport."""
+
+    def __init__(
+        self,
+        runner: Runner,
+        pages: PagePool,
+        limits: EngineLimits,
+        *,
+        worker_id: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._runner = runner
+        self._pages = pages
+        self._limits = limits
+        self._clock = clock
+        self._order = choose("prefill_queue_policy", QUEUE_ORDERS, limits.queue_policy)
+        self._span_rules = choose("cache mode", SPANS, limits.cache_mode)
+        self._eos_token_ids = frozenset(limits.eos_token_ids)
+        self._log = EngineLog(worker_id, pages.num_pages)
+        self._waiting: list[Queued] = []  # sorted by order
+        self._queued: dict[BlockKey, Queued] = {}
+        self._running: dict[int, Sequence] = {}  # by slot, in order of admission
+        self._running_slots: dict[BlockKey, int] = {}
+        self._free_slots = list(range(limits.max_batch_size - 1, -1, -1))
+        self._in_flight: InFlight | None = None
+        self._deficit = 0
+        self._outstanding_tokens = 0
+        self._running_length_sum = 0
+        self._last_completed_s = float("-inf")
+        self._refreshed: list[BlockKey] = []
+        self._ended: list[BlockEnd] = []
+
+    # ---- what the worker calls ------------------------------------------------------------------
+
+    @property
+    def is_idle(self) -> bool:
+        """Nothing waits, runs, is in flight or is still to be reported."""
+        return not (self._waiting or self._running or self._in_flight or self._ended)
+
+    def submit(self, task: BlockTask) -> None:
+        """Queue a block. Raises RequestError for a canvas that can never fit."""
+        assert task.key not in self._queued, f"{task.key} is queued already"
+        assert task.key not in self._running_slots, f"{task.key} runs already"
+        self._refuse_what_never_fits(task)
+        queued = Queued(self._order(task), task, self._clock())
+        insort(self._waiting, queued, key=_BY_ORDER)
+        self._queued[task.key] = queued
+        self._outstanding_tokens += task.canvas_length
+        self._note_state()
+
+    def cancel(self, key: BlockKey) -> None:
+        """End a block early; a later StepReport holds its BlockEnd. Unknown keys are ignored.
+
+        A block that had already ended by itself, but for a span in flight, is reported as it ended.
+        """
+        queued = self._queued.pop(key, None)
+        if queued is not None:
+            del self._waiting[bisect_left(self._waiting, queued.order, key=_BY_ORDER)]
+            if not self._waiting:
+                self._deficit = 0
+            self._outstanding_tokens -= queued.task.canvas_length
+            self._ended.append(never_ran(key))
+        elif key in self._running_slots:
+            sequence = self._running[self._running_slots[key]]
+            if sequence.outcome is None:
+                sequence.outcome = BlockOutcome.CANCELLED
+            self._settle(sequence)
+        self._note_state()
+
+    def step(self) -> StepReport | None:
+        """One iteration of the driver; None when idle, after the pages were found complete.
+
+        Raises AssertionError when the engine has broken one of its own rules.
+        """
+        if self.is_idle:
+            self._check_pages()
+            self._note_state()
+            return None
+        if self._limits.overlap:
+            self._step_overlapping()
+        else:
+            self._step_plain()
+        report = StepReport(tuple(self._refreshed), tuple(self._ended))
+        self._refreshed.clear()
+        self._ended.clear()
+        return report
+
+    def take_events(self) -> list[Event]:
+        """BatchExecuted and WorkerState since the last call."""
+        return self._log.take()
+
+    # ---- the two drivers ------------------------------------------------------------------------
+
+    def _step_plain(self) -> None:
+        batch = self._launch(self.plan())
+        if batch is not None:
+            self._land(batch)
+
+    def _step_overlapping(self) -> None:
+        before = self._in_flight
+        self._in_flight = self._launch(self.plan())
+        if before is not None:
+            self._land(before)
+
+    def _launch(self, plan: Plan) -> InFlight | None:
+        """Start a batch; None if there is nothing to start or the runner refused, which ends its blocks."""
+        if not plan.spans:
+            stuck = not self._in_flight and (self._waiting or self._running)
+            assert not stuck, f"{len(self._waiting)} waiting and {len(self._running)} running blocks cannot go on"
+            return None
+        self.launched(plan)
+        try:
+            for sequence in self._admitted_by(plan):
+                self._runner.attach(sequence.slot, sequence.task, sequence.pages)
+                sequence.attached = True
+            return InFlight(plan, self._runner.launch(plan.spans))
+        except AssertionError:  # a broken rule of ours is no failure of the device
+            raise
+        except Exception as error:  # a device may fail in any way; it ends this batch, visibly
+            self._fail(plan, error, at_launch=True)
+            return None
+
+    def _land(self, batch: InFlight) -> None:
+        """Wait for a batch and take its results in, or end its blocks if it failed as a whole."""
+        try:
+            result = self._runner.collect(batch.ticket)
+        except AssertionError:  # as above
+            raise
+        except Exception as error:
+            self._fail(batch.plan, error, at_launch=False)
+        else:
+            self.advance(batch.plan, result)
+
+    # ---- plan, launched, advance ----------------------------------------------------------------
+
+    def plan(self) -> Plan:
+        """The next iteration, from what has landed and what is in flight; changes nothing."""
+        decodes = [sequence.decode_span for sequence in self._running.values() if sequence.wants_step]
+        budget = TokenBudget(
+            max_tokens_per_iteration=self._limits.max_tokens_per_iteration,
+            block_length=self._limits.block_length,
+            prior=self._deficit,
+            decode_tokens=sum(span.num_rows for span in decodes),
+        )
+        room = Room(self._pages.num_free, self._pages.page_size, len(self._free_slots))
+        admission = admit((queued.task.canvas_length for queued in self._waiting), budget, room)
+        admitted = tuple(self._waiting[: admission.num_admitted])
+        slots = islice(reversed(self._free_slots), len(admitted))
+        refreshes = [self._span(slot, Phase.REFRESH, queued.task) for slot, queued in zip(slots, admitted, strict=True)]
+        return Plan((*decodes, *refreshes), admitted, admission.deficit)
+
+    def launched(self, plan: Plan) -> None:
+        """Mark a plan's spans as in flight; the admitted blocks leave the queue with a slot and pages."""
+        del self._waiting[: len(plan.admitted)]
+        for queued in plan.admitted:
+            task = queued.task
+            slot = self._free_slots.pop()
+            pages = self._pages.take(task.canvas_length)
+            assert pages is not None, f"{task.key} was planned without pages"
+            decode_span = self._span(slot, Phase.DECODE, task)
+            self._running[slot] = Sequence(task, slot, pages, queued.received_s, decode_span)
+            self._running_slots[task.key] = slot
+            self._running_length_sum += task.canvas_length
+            del self._queued[task.key]
+        for span in plan.spans:
+            self._running[span.slot].in_flight += 1
+        self._deficit = plan.deficit
+        self._note_state()
+
+    def advance(self, plan: Plan, result: StepResult) -> None:
+        """Land a batch: tokens, ends and errors of its blocks; void spans leave no trace but their rows."""
+        interval = Interval(max(result.launched_s, self._last_completed_s), result.completed_s)
+        self._last_completed_s = result.completed_s
+        decoding_canvases: list[int] = []
+        for span, got in zip(plan.spans, result.spans, strict=True):
+            assert span.slot == got.slot, f"a result for slot {got.slot} where slot {span.slot} was planned"
+            sequence = self._running[span.slot]
+            sequence.in_flight -= 1
+            if span.phase is Phase.DECODE:
+                decoding_canvases.append(sequence.task.canvas_length)
+            if got.void:
+                assert sequence.outcome is not None, f"{sequence.task.key} is void but has not ended"
+            else:
+                sequence.land(got, interval)
+            if span.phase is Phase.REFRESH and sequence.outcome is None:
+                self._refreshed.append(sequence.task.key)
+            self._settle(sequence)
+        self._log.batch(plan, result, interval, decoding_canvases)
+        self._note_state()
+
+    def _fail(self, plan: Plan, error: Exception, *, at_launch: bool) -> None:
+        """End every block of a batch that the runner could not run."""
+        lines = str(error).splitlines() or [""]
+        reason = f"batch failed: {type(error).__name__}: {lines[0]}"
+        logger.warning("%s (%d blocks)", reason, len(plan.spans))
+        for span in plan.spans:
+            sequence = self._running[span.slot]
+            sequence.in_flight -= 1
+            steps_before = sequence.in_flight if at_launch else 0
+            sequence.fail(len(sequence.steps) + steps_before, reason)
+            self._settle(sequence)
+        self._note_state()
+
+    def _settle(self, sequence: Sequence) -> None:
+        """Report a block that has ended and give back what it held, once nothing of it is in flight."""
+        if sequence.outcome is None or sequence.in_flight:
+            return
+        if sequence.attached:
+            self._runner.detach(sequence.slot)
+        self._pages.give(sequence.pages)
+        self._free_slots.append(sequence.slot)
+        del self._running[sequence.slot]
+        del self._running_slots[sequence.task.key]
+        self._running_length_sum -= sequence.task.canvas_length
+        self._outstanding_tokens -= sequence.task.canvas_length
+        self._ended.append(sequence.block_end(self._eos_token_ids))
+
+    # ---- helpers --------------------------------------------------------------------------------
+
+    def _span(self, slot: int, phase: Phase, task: BlockTask) -> Span:
+        rows = self._span_rules[phase](task, self._limits.logit_shift)
+        return Span(slot, phase, rows.start, rows.num_rows)
+
+    def _admitted_by(self, plan: Plan) -> list[Sequence]:
+        return [self._running[self._running_slots[queued.task.key]] for queued in plan.admitted]
+
+    def _refuse_what_never_fits(self, task: BlockTask) -> None:
+        canvas = task.canvas_length
+        if canvas > self._limits.max_model_len:
+            raise RequestError(
+                f"request {task.key.request_id}: a canvas of {canvas} tokens exceeds max_model_len "
+                f"{self._limits.max_model_len}; shorten the prompt or gen_length"
+            )
+        if self._pages.pages_for(canvas) > self._pages.num_pages:
+            raise RequestError(
+                f"request {task.key.request_id}: a canvas of {canvas} tokens needs {self._pages.pages_for(canvas)} "
+                f"KV pages, the worker has {self._pages.num_pages} of {self._pages.page_size} tokens; "
+                "shorten the prompt or gen_length, or raise kv_max_pages"
+            )
+
+    def _check_pages(self) -> None:
+        self._pages.check()
+        assert len(self._free_slots) == self._limits.max_batch_size, f"idle with {len(self._free_slots)} slots free"
+        if self._pages.num_used:
+            raise AssertionError(
+                f"idle with {self._pages.num_used} of {self._pages.num_pages} KV pages still lent "
+                f"({self._pages.num_free} free)"
+            )
+
+    def _note_state(self) -> None:
+        busy_or_queued = "busy" if self._running or self._in_flight else "queued" if self._waiting else "idle"
+        depths = Depths(
+            state=busy_or_queued,
+            waiting=len(self._waiting),
+            active=len(self._running),
+            outstanding_prefill_tokens=self._outstanding_tokens,
+            decode_length_sum=self._running_length_sum,
+            pages_used=self._pages.num_used,
+            deficit_tokens=self._deficit,
+        )
+        self._log.state(self._clock(), depths)

@@ -1,0 +1,236 @@
+"""What a worker and the scheduler choose by: tables of pure functions, and the token budget.
+
+Nothing here changes anything but RouteState, which its owner hands in.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import NamedTuple, TypeVar
+
+from dbench.errors import OptionError, unknown_name
+from dbench.serve.sequence import BlockTask, SamplingParameters
+
+Entry = TypeVar("Entry")
+
+
+def choose(kind: str, table: Mapping[str, Entry], name: str) -> Entry:
+    """The entry of a table. Raises OptionError listing the known names."""
+    if name not in table:
+        raise OptionError(unknown_name(kind, name, table))
+    return table[name]
+
+
+# ---- the order in which refreshes wait ----------------------------------------------------------
+
+
+class QueueKey(NamedTuple):
+    """What waiting blocks are sorted by; no two blocks compare equal."""
+
+    rank: int
+    arrival_s: float
+    request_id: str
+    block_index: int
+    attempt: int
+
+
+def arrival_order(task: BlockTask) -> QueueKey:
+    """By submission time of the request."""
+    return QueueKey(0, task.arrival_s, *_identity(task))
+
+
+def fewest_remaining_blocks(task: BlockTask) -> QueueKey:
+    """Requests nearest to their end first, then by submission time; can starve long requests."""
+    return QueueKey(task.num_remaining_blocks, task.arrival_s, *_identity(task))
+
+
+def _identity(task: BlockTask) -> tuple[str, int, int]:
+    return task.key.request_id, task.key.block_index, task.key.attempt
+
+
+QueueOrder = Callable[[BlockTask], QueueKey]
+
+QUEUE_ORDERS: dict[str, QueueOrder] = {
+    "arrival_order": arrival_order,
+    "fewest_remaining_blocks": fewest_remaining_blocks,
+}
+"""prefill_queue_policy -> sort key of a waiting block, smallest first."""
+
+
+# ---- the deficit token budget -------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class TokenBudget:
+    """The tokens that one iteration may refresh; a refresh cannot be cut, so unused budget is saved up."""
+
+    max_tokens_per_iteration: int
+    block_length: int
+    prior: int
+    """The deficit that the iteration before left."""
+    decode_tokens: int
+    """Rows of this iteration's decode spans, those included that may turn out void."""
+
+    @property
+    def fresh(self) -> int:
+        """At least one block, so that a deficit grows whatever is being decoded."""
+        return max(self.block_length, self.max_tokens_per_iteration - self.decode_tokens)
+
+    @property
+    def available(self) -> int:
+        return self.fresh + self.prior
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """What a refresh needs beside tokens."""
+
+    free_pages: int
+    page_size: int
+    free_slots: int
+
+
+class Stop(StrEnum):
+    """Why admission ended; a refresh that lacks several things is stopped by the first of them."""
+
+    NOTHING_WAITING = "nothing waiting"
+    TOKENS = "tokens"
+    PAGES = "pages"
+    SLOTS = "slots"
+
+
+@dataclass(frozen=True, slots=True)
+class Admission:
+    """The first `num_admitted` waiting refreshes join this iteration."""
+
+    num_admitted: int
+    num_tokens: int
+    stopped_by: Stop
+    deficit: int
+    """What the next iteration finds as `prior`; less than the longest canvas."""
+
+
+def admit(canvas_lengths: Iterable[int], budget: TokenBudget, room: Room) -> Admission:
+    """Admit waiting refreshes, given by canvas length in queue order, until the first that does not fit.
+
+    Nothing overtakes that one. Without a decode span and with nothing admitted yet, a refresh larger than
+    the budget goes alone. Reads no further than the refresh that does not fit.
+    """
+    count = tokens = pages = 0
+    stopped_by = Stop.NOTHING_WAITING
+    for canvas in canvas_lengths:
+        canvas_pages = -(-canvas // room.page_size)
+        may_go_alone = count == 0 and budget.decode_tokens == 0
+        if tokens + canvas > budget.available and not may_go_alone:
+            stopped_by = Stop.TOKENS
+        elif pages + canvas_pages > room.free_pages:
+            stopped_by = Stop.PAGES
+        elif count >= room.free_slots:
+            stopped_by = Stop.SLOTS
+        else:
+            count, tokens, pages = count + 1, tokens + canvas, pages + canvas_pages
+            continue
+        break
+    return Admission(count, tokens, stopped_by, _deficit_after(budget, tokens, stopped_by))
+
+
+def _deficit_after(budget: TokenBudget, admitted_tokens: int, stopped_by: Stop) -> int:
+    """Budget is saved only for a refresh that waits for budget; waiting for room keeps what was saved before."""
+    if stopped_by is Stop.NOTHING_WAITING:
+        return 0
+    if stopped_by is Stop.TOKENS:
+        return max(0, budget.available - admitted_tokens)
+    taken_from_savings = max(0, admitted_tokens - budget.fresh)
+    return max(0, budget.prior - taken_from_savings)
+
+
+def min_unmasked_per_step(sampling: SamplingParameters) -> int:
+    """Positions that a step is sure to fix while so many are masked; the host can count on them unseen.
+
+    `conf_quota` fixes exactly its quota; every other rule fixes at least one.
+    """
+    if sampling.unmasking_strategy == "conf_quota" and sampling.fixed_unmask_quota is not None:
+        return sampling.fixed_unmask_quota
+    return 1
+
+
+# ---- which rows a step computes -----------------------------------------------------------------
+
+
+class Rows(NamedTuple):
+    """Consecutive canvas positions."""
+
+    start: int
+    num_rows: int
+
+
+SpanRule = Callable[[BlockTask, int], Rows]
+
+
+def whole_canvas(task: BlockTask, logit_shift: int) -> Rows:
+    """Every position, whatever the shift."""
+    return Rows(0, task.canvas_length)
+
+
+def active_block(task: BlockTask, logit_shift: int) -> Rows:
+    """The block, and the `logit_shift` rows left of it from which its first positions are predicted."""
+    return Rows(task.block_start - logit_shift, task.block_length + logit_shift)
+
+
+SPANS: dict[str, dict[str, SpanRule]] = {
+    "exact": {"refresh": whole_canvas, "decode": active_block},
+}
+"""Cache mode -> phase -> rows of a block's step, from the task and the model's logit shift (LLaDA 0)."""
+
+
+# ---- which worker refreshes a block -------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerLoad:
+    """What the scheduler has given to a worker and not got back."""
+
+    worker_id: int
+    outstanding_prefill_tokens: int
+    num_requests: int
+    length_sum: int
+    """Canvas tokens of its blocks."""
+
+
+@dataclass(slots=True)
+class RouteState:
+    """What a route remembers between calls; one per scheduler."""
+
+    generator: random.Random
+    """Breaks ties."""
+    last_worker_id: int = -1
+    """Where round_robin went last."""
+
+
+PrefillRoute = Callable[[Sequence[WorkerLoad], int, RouteState], int]
+
+
+def round_robin(loads: Sequence[WorkerLoad], canvas_length: int, state: RouteState) -> int:
+    """The next worker by id after the last one; workers may come and go in between. Mutates `state`."""
+    ids = sorted(load.worker_id for load in loads)
+    assert ids, "no worker to route to"
+    state.last_worker_id = next((i for i in ids if i > state.last_worker_id), ids[0])
+    return state.last_worker_id
+
+
+def least_outstanding_prefill_tokens(loads: Sequence[WorkerLoad], canvas_length: int, state: RouteState) -> int:
+    """The worker with the fewest outstanding tokens; the generator in `state` draws among equals."""
+    assert loads, "no worker to route to"
+    least = min(load.outstanding_prefill_tokens for load in loads)
+    ids = sorted(load.worker_id for load in loads if load.outstanding_prefill_tokens == least)
+    return ids[0] if len(ids) == 1 else state.generator.choice(ids)
+
+
+PREFILL_ROUTES: dict[str, PrefillRoute] = {
+    "least_outstanding_prefill_tokens": least_outstanding_prefill_tokens,
+    "round_robin": round_robin,
+}
+"""prefill_scheduler_policy -> worker id for a canvas, from the loads of the workers that may take it."""
