@@ -1,0 +1,1 @@
+"""What is computed from a run's events; `dbench.metrics` is the front door."""

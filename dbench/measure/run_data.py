@@ -1,0 +1,190 @@
+"""A run as columns: what events.jsonl holds, sorted into frames that the tables are computed from.
+
+The request frame has one row per measured request in the order of the intended sends: the raw columns
+below, then one column per entry of REQUEST_METRICS. Moments are seconds of the file's clock (the client's).
+
+    request_id, index, status, error, start_s (t = 0), intended_s, sent_s, done_s, first_block_s,
+    num_prompt_tokens, gen_length, num_gen_tokens, num_forward_passes,
+    and over its finished blocks (NaN without any): num_blocks, num_block_retries, first_block_queue_s,
+    scheduling_delay_prefill_s, scheduling_delay_decode_s, prefill_s, decode_s, kv_transfer_s,
+    kv_transfer_nonoverlapped_s, mean_gap_s, mean_tokens_per_pass
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar, cast
+
+import numpy as np
+import pandas as pd
+
+from dbench.errors import UsageError
+from dbench.events import (
+    BlockFinished,
+    Event,
+    LoadDrawn,
+    RequestArrived,
+    RequestDone,
+    RequestFinished,
+    RequestSent,
+    RunEnded,
+    RunStarted,
+    read_events,
+)
+from dbench.measure.blocks import DONE, StepTimes, block_frame, block_sums, step_times
+from dbench.measure.names import REQUEST_METRICS
+
+EVENTS_FILE = "events.jsonl"
+MEASURED = "measured"
+COMPLETED = "COMPLETED"
+UNFINISHED = "UNFINISHED"
+"""Status of a request that was sent and whose end the file does not hold."""
+
+E = TypeVar("E", bound=Event)
+
+
+class EventLog:
+    """The events of a run by type, each in file order."""
+
+    def __init__(self, events: Iterable[Event]) -> None:
+        self._by_type: dict[type[Event], list[Event]] = defaultdict(list)
+        self.last_s = 0.0
+        for event in events:
+            self._by_type[type(event)].append(event)
+            self.last_s = max(self.last_s, event.at_s)
+
+    def of(self, kind: type[E]) -> list[E]:
+        return cast(list[E], self._by_type.get(kind, []))
+
+    def last(self, kind: type[E]) -> E | None:
+        found = self.of(kind)
+        return found[-1] if found else None
+
+
+@dataclass(frozen=True, slots=True)
+class RunData:
+    """One run, loaded; nothing in it is changed after."""
+
+    run_dir: Path
+    log: EventLog
+    seen_from: str
+    """client, or server for a folder that holds only the server's events."""
+    start_s: float
+    """t = 0: the first intended send of a measured request."""
+    end_s: float
+    """When the last measured request was final; the last event where one is not."""
+    num_requests: int
+    """Measured requests that were drawn."""
+    offered_qps: float | None
+    """inf: all at once; 0: closed loop."""
+    load: LoadDrawn | None
+    ended: RunEnded | None
+    requests: pd.DataFrame
+    blocks: pd.DataFrame
+    """See `blocks.py`."""
+    steps: StepTimes
+
+
+def load_run(run_dir: Path) -> RunData:
+    """Read a run's folder; a torn last line and missing events of either side are no error.
+
+    Raises UsageError when there is no events.jsonl or a line of it cannot be read.
+    """
+    path = run_dir / EVENTS_FILE
+    if not path.is_file():
+        raise UsageError(f"{run_dir}: no {EVENTS_FILE} here; give the folder of a run, such as reports/<time>-<name>")
+    try:
+        with path.open(encoding="utf-8") as lines:
+            log = EventLog(read_events(lines))
+    except ValueError as error:
+        raise UsageError(f"{path}: {error}; the file was changed, or another version of dbench wrote it") from None
+    return run_data(run_dir, log)
+
+
+def run_data(run_dir: Path, log: EventLog) -> RunData:
+    """Sort the events into frames."""
+    seen_from = "client" if log.of(RequestSent) or not log.of(RequestArrived) else "server"
+    requests = _client_requests(log) if seen_from == "client" else _server_requests(log)
+    requests = requests.sort_values(["intended_s", "index"], kind="stable").reset_index(drop=True)
+    started = log.last(RunStarted)
+    first_s = float(requests["intended_s"].min()) if len(requests) else log.last_s
+    requests["start_s"] = started.at_s if started else first_s
+    rows = {request_id: row for row, request_id in enumerate(requests["request_id"])}
+    finished = [event for event in log.of(BlockFinished) if event.request_id in rows]
+    blocks = block_frame(finished, rows)
+    steps = step_times(finished, blocks)
+    requests = requests.join(block_sums(blocks, steps, len(requests)))
+    all_final = len(requests) > 0 and bool(requests["done_s"].notna().all())
+    return RunData(
+        run_dir=run_dir,
+        log=log,
+        seen_from=seen_from,
+        start_s=started.at_s if started else first_s,
+        end_s=float(requests["done_s"].max()) if all_final else max(log.last_s, first_s),
+        num_requests=started.num_requests if started else len(requests),
+        offered_qps=started.offered_qps if started else None,
+        load=log.last(LoadDrawn),
+        ended=log.last(RunEnded),
+        requests=_with_metrics(requests),
+        blocks=blocks,
+        steps=steps,
+    )
+
+
+def _client_requests(log: EventLog) -> pd.DataFrame:
+    sent = [event for event in log.of(RequestSent) if event.role == MEASURED]
+    done = {event.request_id: event for event in log.of(RequestDone)}
+    ends = [done.get(event.request_id) for event in sent]
+    return pd.DataFrame(
+        {
+            "request_id": pd.Series([e.request_id for e in sent], dtype=object),
+            "index": np.array([e.index for e in sent], dtype=np.int64),
+            "status": pd.Series([e.status if e else UNFINISHED for e in ends], dtype=object),
+            "error": pd.Series([e.error if e else "" for e in ends], dtype=object),
+            "intended_s": np.array([e.intended_s for e in sent], dtype=np.float64),
+            "sent_s": np.array([e.at_s for e in sent], dtype=np.float64),
+            "done_s": np.array([e.at_s if e else None for e in ends], dtype=np.float64),
+            "first_block_s": np.array([e.first_block_s if e else None for e in ends], dtype=np.float64),
+            "num_prompt_tokens": np.array([e.num_prompt_tokens for e in sent], dtype=np.int64),
+            "gen_length": np.array([e.gen_length for e in sent], dtype=np.int64),
+            "num_gen_tokens": np.array([e.num_gen_tokens if e else None for e in ends], dtype=np.float64),
+            "num_forward_passes": np.array([e.num_forward_passes if e else None for e in ends], dtype=np.float64),
+        }
+    )
+
+
+def _server_requests(log: EventLog) -> pd.DataFrame:
+    """A folder written by the server alone: arrival stands for both sends, the final status for the result."""
+    arrived = log.of(RequestArrived)
+    final = {event.request_id: event for event in log.of(RequestFinished)}
+    ends = [final.get(event.request_id) for event in arrived]
+    first_block = {e.request_id: e.at_s for e in log.of(BlockFinished) if e.block_index == 0 and e.outcome == DONE}
+    return pd.DataFrame(
+        {
+            "request_id": pd.Series([e.request_id for e in arrived], dtype=object),
+            "index": np.arange(len(arrived)),
+            "status": pd.Series([e.status if e else UNFINISHED for e in ends], dtype=object),
+            "error": pd.Series([e.error if e else "" for e in ends], dtype=object),
+            "intended_s": np.array([e.at_s for e in arrived], dtype=np.float64),
+            "sent_s": np.array([e.at_s for e in arrived], dtype=np.float64),
+            "done_s": np.array([e.at_s if e else None for e in ends], dtype=np.float64),
+            "first_block_s": np.array([first_block.get(e.request_id) for e in arrived], dtype=np.float64),
+            "num_prompt_tokens": np.array([e.num_prompt_tokens for e in arrived], dtype=np.int64),
+            "gen_length": np.array([e.gen_length for e in arrived], dtype=np.int64),
+            "num_gen_tokens": np.array([e.num_gen_tokens if e else None for e in ends], dtype=np.float64),
+            "num_forward_passes": np.array([e.num_forward_passes if e else None for e in ends], dtype=np.float64),
+        }
+    )
+
+
+def _with_metrics(raw: pd.DataFrame) -> pd.DataFrame:
+    """The raw columns and one column per request metric; NaN where a request has no such figure."""
+    completed = raw["status"] == COMPLETED
+    table = raw.copy()
+    for name, metric in REQUEST_METRICS.items():
+        values = metric.how(table).astype(np.float64)
+        table[name] = values.where(completed) if metric.only_completed else values
+    return table
