@@ -22,7 +22,6 @@ from dbench import __version__
 from dbench.cli_options import Argument, Command, Invocation, PanelCommand, typer_function
 from dbench.config import commands_with
 from dbench.errors import DbenchError
-from dbench.options import COMMAND_SECTIONS
 from dbench.values import nearest
 
 logger = logging.getLogger(__name__)

@@ -112,9 +112,7 @@ class Resolved:
             if option.spec.secret:
                 lines.append(f"# {option.name} is {_public_text(option, value)}  # {origin}")
                 continue
-            plain = list(value) if isinstance(value, tuple) else value
-            text = yaml.safe_dump({option.name: plain}, allow_unicode=True, width=math.inf, default_flow_style=None)
-            lines.append(f"{text.rstrip()}  # {origin}")
+            lines.append(f"{_yaml_line(option.name, value)}  # {origin}")
         return "\n".join(lines) + "\n"
 
     def to_json(self) -> str:
@@ -231,9 +229,8 @@ def _entries(path: Path, loader: yaml.SafeLoader) -> list[YamlEntry]:
     if root is None:
         return []
     if not isinstance(root, yaml.MappingNode):
-        raise OptionError(
-            f"{path}: wanted lines of 'key: value', got {'a list' if isinstance(root, yaml.SequenceNode) else 'plain text'}"
-        )
+        got = "a list" if isinstance(root, yaml.SequenceNode) else "plain text"
+        raise OptionError(f"{path}: got {got}, wanted lines of 'name: value'")
     entries: list[YamlEntry] = []
     for key_node, value_node in root.value:
         line = key_node.start_mark.line + 1
@@ -281,6 +278,12 @@ def _plain(value: object) -> object:
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     return list(value) if isinstance(value, tuple) else value
+
+
+def _yaml_line(name: str, value: object) -> str:
+    if isinstance(value, tuple):
+        return f"{name}: {yaml.safe_dump(list(value), default_flow_style=True, width=math.inf)}".rstrip()
+    return yaml.safe_dump({name: value}, width=math.inf).rstrip()
 
 
 def _names(kind: Any) -> set[str]:

@@ -22,8 +22,8 @@ MAX_SHOWN = 80
 def read_text(option: Option, text: str, place: str) -> object:
     """The typed, checked value of a flag or an environment variable. Raises OptionError naming `place`."""
     if option.spec.is_list:
-        return tuple(_checked(option, _scalar(option, item, place), place) for item in _items(text))
-    return _checked(option, _scalar(option, text, place), place)
+        return tuple(_read(option, item, place) for item in _items(text))
+    return _read(option, text, place)
 
 
 def read_value(option: Option, raw: object, place: str) -> object:
@@ -37,10 +37,10 @@ def read_value(option: Option, raw: object, place: str) -> object:
         raise OptionError(f"{place}: got nothing, wanted {wanted(option)}; leave it out for {show(option.default)}")
     if option.spec.is_list:
         items = raw if isinstance(raw, list | tuple) else [raw]
-        return tuple(_checked(option, _parsed(option, item, place), place) for item in items)
+        return tuple(_read(option, item, place) for item in items)
     if option.type is str and isinstance(raw, list | tuple):
-        return _checked(option, ",".join(str(_parsed(option, _as_text(item), place)) for item in raw), place)
-    return _checked(option, _parsed(option, raw, place), place)
+        return _read(option, ",".join(str(_parsed(option, _as_text(item), place)) for item in raw), place)
+    return _read(option, raw, place)
 
 
 def wanted(option: Option) -> str:
@@ -106,7 +106,7 @@ def _parsed(option: Option, raw: object, place: str) -> object:
         if isinstance(raw, bool) or (option.type is int and isinstance(raw, int)):
             return raw
         if option.type is float and isinstance(raw, int | float):
-            return _float(option, raw, place)
+            return _float(option, raw, raw, place)
     raise _refused(option, raw, place)
 
 
@@ -123,32 +123,33 @@ def _scalar(option: Option, text: str, place: str) -> object:
             return False
         raise _refused(option, text, place)
     try:
-        return int(word) if option.type is int else _float(option, float(word), place)
+        number = int(word) if option.type is int else float(word)
     except ValueError:
         raise _refused(option, text, place) from None
+    return number if option.type is int else _float(option, number, text, place)
 
 
-def _float(option: Option, number: int | float, place: str) -> float:
+def _float(option: Option, number: float, raw: object, place: str) -> float:
     try:
         value = float(number)
     except OverflowError:
-        raise _refused(option, number, place) from None
+        raise _refused(option, raw, place) from None
     if math.isnan(value) or (math.isinf(value) and not option.spec.allow_infinity):
-        raise _refused(option, number, place)
+        raise _refused(option, raw, place)
     return value
 
 
-def _checked(option: Option, value: object, place: str) -> object:
-    spec = option.spec
+def _read(option: Option, raw: object, place: str) -> object:
+    """Parsed, then held against choices and limits."""
+    value, spec = _parsed(option, raw, place), option.spec
     if spec.choices and value not in spec.choices:
-        raise OptionError(
-            f"{place}: got {_shown(option, value)}, wanted {wanted(option)}{nearest(str(value), spec.choices)}"
-        )
+        near = nearest(str(value), spec.choices)
+        raise OptionError(f"{place}: got {_shown(option, raw)}, wanted {wanted(option)}{near}")
     if isinstance(value, int | float) and not isinstance(value, bool):
         too_small = spec.minimum is not None and value < spec.minimum
         too_large = spec.maximum is not None and value > spec.maximum
         if too_small or too_large or (spec.above is not None and value <= spec.above):
-            raise _refused(option, value, place)
+            raise _refused(option, raw, place)
     return value
 
 

@@ -1,0 +1,70 @@
+"""Every option is declared once and completely."""
+
+from __future__ import annotations
+
+from dataclasses import fields, is_dataclass
+
+import pytest
+
+from dbench.config import option_table
+from dbench.options import COMMAND_SECTIONS, Option, options_of
+
+SECTIONS = sorted({s for sections in COMMAND_SECTIONS.values() for s in sections}, key=lambda s: s.__name__)
+OPTIONS = [option for section in SECTIONS for option in options_of(section)]
+
+
+def name_of(option: Option) -> str:
+    return f"{option.section}.{option.name}"
+
+
+@pytest.mark.parametrize("option", OPTIONS, ids=name_of)
+def test_option_has_a_help_sentence_and_a_panel(option: Option) -> None:
+    assert option.spec.help.endswith(".")
+    assert "[" not in option.spec.help
+    assert option.spec.panel
+
+
+@pytest.mark.parametrize("option", OPTIONS, ids=name_of)
+def test_option_has_a_flag_a_yaml_key_and_a_variable(option: Option) -> None:
+    assert option.flag == "--" + option.name.replace("_", "-")
+    assert option.environment_variable == "DBENCH_" + option.name.upper()
+    assert option.name.isidentifier()
+
+
+@pytest.mark.parametrize("option", OPTIONS, ids=name_of)
+def test_option_without_a_default_says_what_it_becomes(option: Option) -> None:
+    assert (option.default is None) == bool(option.spec.auto)
+
+
+@pytest.mark.parametrize("option", OPTIONS, ids=name_of)
+def test_default_is_within_the_option_s_own_limits(option: Option) -> None:
+    spec = option.spec
+    if spec.is_list:
+        assert isinstance(option.default, tuple)
+    elif option.default is not None:
+        assert type(option.default) is option.type
+        assert not spec.choices or option.default in spec.choices
+        assert spec.minimum is None or option.default >= spec.minimum
+        assert spec.above is None or option.default > spec.above
+        assert spec.maximum is None or option.default <= spec.maximum
+
+
+@pytest.mark.parametrize("section", SECTIONS)
+def test_section_is_a_frozen_dataclass_of_options(section: type) -> None:
+    assert is_dataclass(section)
+    assert [o.name for o in options_of(section)] == [f.name for f in fields(section)]
+    with pytest.raises(AttributeError):
+        setattr(section(), fields(section)[0].name, None)
+
+
+@pytest.mark.parametrize("command", COMMAND_SECTIONS)
+def test_no_name_stands_twice_in_a_command(command: str) -> None:
+    sections = COMMAND_SECTIONS[command]
+    assert len(option_table(sections)) == sum(len(list(options_of(s))) for s in sections)
+
+
+def test_options_of_one_name_have_one_type_everywhere() -> None:
+    types: dict[str, set[type]] = {}
+    for option in OPTIONS:
+        types.setdefault(option.name, set()).add(option.type)
+    assert [name for name, seen in types.items() if len(seen) > 1] == []
