@@ -21,15 +21,6 @@ from numpy.typing import NDArray
 
 from dbench.errors import RunError, SlaError, unknown_name
 from dbench.measure.blocks import block_times
-from dbench.measure.names import (
-    BATCH_METRICS,
-    BLOCK_METRICS,
-    DEPTH_METRICS,
-    REQUEST_METRICS,
-    SLA_METRICS,
-    WORKER_METRICS,
-)
-from dbench.measure.quantiles import quantile, quantiles, time_weighted_mean, time_weighted_quantile
 from dbench.measure.run_data import COMPLETED, RunData, load_run
 from dbench.measure.summary import Distribution, RunSummary, lag_limit, summarize
 from dbench.measure.workers import (
@@ -41,6 +32,15 @@ from dbench.measure.workers import (
     worst_depth_mean,
     worst_depth_quantile,
 )
+from dbench.metric_names import (
+    BATCH_METRICS,
+    BLOCK_METRICS,
+    DEPTH_METRICS,
+    REQUEST_METRICS,
+    SLA_METRICS,
+    WORKER_METRICS,
+)
+from dbench.quantiles import quantile, quantiles, time_weighted_mean, time_weighted_quantile
 
 __all__ = [
     "BATCH_METRICS",

@@ -35,7 +35,7 @@ from dbench.events import (
     read_events,
 )
 from dbench.measure.blocks import DONE, StepTimes, block_frame, block_sums, step_times
-from dbench.measure.names import REQUEST_METRICS
+from dbench.metric_names import REQUEST_METRICS
 
 EVENTS_FILE = "events.jsonl"
 MEASURED = "measured"

@@ -9,8 +9,8 @@ import pandas as pd
 from numpy.typing import ArrayLike
 
 from dbench.events import WorkerUp
-from dbench.measure.quantiles import quantile, quantiles
 from dbench.measure.run_data import COMPLETED, UNFINISHED, RunData
+from dbench.quantiles import quantile, quantiles
 
 KILLED = "killed"
 """Reason of a run whose file has no last line."""
@@ -67,8 +67,10 @@ class RunSummary:
     tokens_per_forward_pass: float | None
     offered_qps: float | None
     """inf: all at once; 0: closed loop."""
+    sent_qps: float | None
+    """Requests per second from the first actual send to the last."""
     achieved_qps: float | None
-    """Requests per second that were sent, from the first actual send to the last."""
+    """Requests per second that completed: requests_per_sec, beside the rate that was offered."""
     unaccounted_share_p50: float | None
     """Median of request_unaccounted_time / request_e2e_time."""
     num_block_retries: int
@@ -98,6 +100,7 @@ def summarize(data: RunData) -> RunSummary:
     invalid_reason = _invalid_reason(lag, latency)
     used = data.blocks["worker_id"]
     load, ended = data.load, data.ended
+    requests_per_sec = len(completed) / wall if wall > 0 else None
     return RunSummary(
         seen_from=data.seen_from,
         complete=ended is not None and ended.reason == "complete",
@@ -117,10 +120,11 @@ def summarize(data: RunData) -> RunSummary:
         total_gen_tokens=tokens,
         total_forward_passes=passes,
         tokens_per_sec=tokens / wall if wall > 0 else None,
-        requests_per_sec=len(completed) / wall if wall > 0 else None,
+        requests_per_sec=requests_per_sec,
         tokens_per_forward_pass=tokens / passes if passes else None,
         offered_qps=data.offered_qps,
-        achieved_qps=_rate(requests["sent_s"]),
+        sent_qps=_rate(requests["sent_s"]),
+        achieved_qps=requests_per_sec,
         unaccounted_share_p50=_median(completed["request_unaccounted_time"] / completed["request_e2e_time"]),
         num_block_retries=int(requests["num_block_retries"].sum()),
         workers=tuple(sorted({e.worker_id for e in data.log.of(WorkerUp)} | set(used.tolist()))),

@@ -11,9 +11,9 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from dbench.events import BatchExecuted, SchedulerDepth, WorkerLost, WorkerState, WorkerUp
-from dbench.measure.names import WORKER_METRICS
-from dbench.measure.quantiles import quantiles, time_weighted_mean, time_weighted_quantile
 from dbench.measure.run_data import RunData
+from dbench.metric_names import WORKER_METRICS
+from dbench.quantiles import quantiles, time_weighted_mean, time_weighted_quantile
 
 WORKER_TYPE = "colocated"
 PHASES = ("prefill", "mixed", "decode")
