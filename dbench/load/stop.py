@@ -1,0 +1,81 @@
+"""What can end a run before its last request: stop rules, and signals.
+
+A rule is told of every measured request and is asked a few times a second. It never decides what a run
+is worth; it says that going on cannot change the answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Protocol
+
+
+@dataclass(frozen=True, slots=True)
+class SentFact:
+    """A measured request is on its way; times are the client's monotonic clock."""
+
+    index: int
+    intended_s: float
+    sent_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class DoneFact:
+    """A measured request has ended."""
+
+    index: int
+    intended_s: float
+    done_s: float
+    completed: bool
+    """False for anything but COMPLETED."""
+
+    @property
+    def latency_s(self) -> float:
+        """From the intended send."""
+        return self.done_s - self.intended_s
+
+
+class StopRule(Protocol):
+    """Watches the measured requests of one run."""
+
+    def sent(self, fact: SentFact) -> None:
+        """Called once per measured request, before its `done`."""
+
+    def done(self, fact: DoneFact) -> None:
+        """Called when it ends."""
+
+    def reason(self, now_s: float) -> str | None:
+        """One line that ends the run, or None to go on; `now_s` is on the clock of the facts."""
+
+
+@contextmanager
+def cancel_on_signals() -> Iterator[None]:
+    """The first SIGINT or SIGTERM cancels the current task; the next one does what it did before.
+
+    For a coroutine in the main thread. `driver.run_load` ends well when it is cancelled.
+    """
+    loop = asyncio.get_running_loop()
+    task = asyncio.current_task()
+    assert task is not None, "outside a task"
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+
+    def give_back() -> None:
+        for number, handler in before.items():
+            loop.remove_signal_handler(number)
+            if handler is not None:  # None: set by code outside Python
+                signal.signal(number, handler)
+
+    def first() -> None:
+        give_back()
+        task.cancel()
+
+    for number in before:
+        loop.add_signal_handler(number, first)
+    try:
+        yield
+    finally:
+        give_back()
