@@ -1,0 +1,67 @@
+"""What several commands do alike: the terminal, folders for results, JSON on stdout."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from pathlib import Path
+from typing import Any
+
+from dbench.config import Resolved
+from dbench.console import View, install_logging, make_view
+from dbench.errors import OptionError
+from dbench.options import TerminalOptions
+
+EXIT_OK = 0
+EXIT_FAILED = 1
+EXIT_INTERRUPTED = 130
+
+TIME_FORMAT = "%Y%m%d-%H%M%S"
+MAX_NAME = 100
+"""Characters of a folder name; file systems stop at 255 bytes."""
+
+
+def open_view(resolved: Resolved) -> View:
+    """The command's view, with log messages going through it; enter it to show progress."""
+    terminal = resolved.section(TerminalOptions)
+    view = make_view(dashboard=terminal.dashboard)
+    install_logging(view, terminal.log_level)
+    return view
+
+
+def new_folder(parent: str, name: str, *, place: str) -> Path:
+    """Make and return parent/<time>-<name>, with a number behind it when that is taken; never an existing folder.
+
+    `place` names the option behind `name` in the OptionError for one that is no folder name.
+    """
+    if name in (".", "..") or not set(name).isdisjoint("/\\\0\n") or len(name) > MAX_NAME:
+        raise OptionError(f"{place}: got {name!r}, wanted a name without slashes, at most {MAX_NAME} characters long")
+    stem = f"{time.strftime(TIME_FORMAT)}-{name}"
+    number = 1
+    try:
+        Path(parent).mkdir(parents=True, exist_ok=True)
+        while True:
+            folder = Path(parent) / (stem if number == 1 else f"{stem}-{number}")
+            try:
+                folder.mkdir()
+                return folder
+            except FileExistsError:
+                number += 1
+    except OSError as error:
+        raise OptionError(f"--output-dir: cannot make a folder in {parent}: {error.strerror or error}") from None
+
+
+def print_json(record: Any) -> None:
+    """One JSON document on stdout; as in every file, nan becomes null and infinities the texts "inf" and "-inf"."""
+    print(json.dumps(_strict(record), indent=2, allow_nan=False))
+
+
+def _strict(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _strict(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_strict(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None if math.isnan(value) else str(value)
+    return value
