@@ -146,8 +146,8 @@ def main() -> int:
     print(f"{'sequences':>9} {'batch':>6} {'driver':>8} {'mean':>7} {'p50':>7} {'p99':>7} {'of it fake runner':>18}")
     for row in rows:
         print(
-            f"{row.num_sequences:9d} {row.mean_batch_size:6.1f} {row.driver:>8} {row.mean_ms:7.3f} {row.p50_ms:7.3f} {row.p99_ms:7.3f} "
-            f"{row.runner_mean_ms:18.3f}"
+            f"{row.num_sequences:9d} {row.mean_batch_size:6.1f} {row.driver:>8} "
+            f"{row.mean_ms:7.3f} {row.p50_ms:7.3f} {row.p99_ms:7.3f} {row.runner_mean_ms:18.3f}"
         )
     if arguments.json is not None:
         record = {
