@@ -44,8 +44,6 @@ class Tried:
     """PASS, FAIL, INVALID or UNJUDGED."""
     hopeless: bool = False
     """A fail that no lower rate can turn into a pass."""
-    counted: bool = True
-    """Whether it uses up one of max_iterations; a stored trial that was judged again does not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,8 +135,8 @@ def _next_of_search(trials: Sequence[Tried], settings: SearchSettings) -> Try | 
             return Stop(StopReason.BRACKET_CLOSED)
     if low is None and high is not None and _is_the_floor(in_range, high):
         return Stop(StopReason.NO_PASS_IN_RANGE)
-    num_counted = sum(t.counted and t.verdict is not Verdict.INVALID for t in trials)
-    if num_counted >= settings.max_iterations:
+    num_judged = sum(t.verdict is not Verdict.INVALID for t in trials)
+    if num_judged >= settings.max_iterations:
         return Stop(StopReason.NO_PASS_IN_RANGE if low is None else StopReason.MAX_ITERATIONS)
     if low is not None and high is not None:
         return Try(midpoint(low, high))

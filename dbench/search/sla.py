@@ -79,6 +79,11 @@ class Rule:
     def wants_less(self) -> bool:
         return self.op in ("<=", "<")
 
+    @property
+    def failure(self) -> float:
+        """What a request that did not complete counts as: the worst that this rule can see."""
+        return math.inf if self.wants_less or self.op == "==" else -math.inf
+
     def holds(self, value: float) -> bool:
         return OPERATORS[self.op](value, self.threshold)
 
@@ -101,11 +106,11 @@ class Measurements(Protocol):
     def num_judged(self) -> int:
         """Requests that count."""
 
-    def quantile(self, metric: str, q: float) -> float:
-        """The ceil(qN)-th smallest, failed requests as +inf; time-weighted for DEPTH_METRICS."""
+    def quantile(self, metric: str, q: float, failure: float) -> float:
+        """The ceil(qN)-th smallest, failed requests as `failure`; time-weighted for DEPTH_METRICS."""
 
-    def mean(self, metric: str) -> float:
-        """+inf if a request failed; time-weighted for DEPTH_METRICS."""
+    def mean(self, metric: str, failure: float) -> float:
+        """Infinite if a request failed; time-weighted for DEPTH_METRICS."""
 
     def error_rate(self) -> float:
         """Share of the judged requests that did not complete."""
@@ -190,9 +195,9 @@ def _evaluate_one(rule: Rule, rules: Sequence[Rule], measured: Measurements) -> 
     elif rule.metric == "goodput":
         value = measured.goodput([r for r in rules if r.metric in REQUEST_METRICS])
     elif rule.quantile is None:
-        value = measured.mean(rule.metric)
+        value = measured.mean(rule.metric, rule.failure)
     else:
-        value = measured.quantile(rule.metric, rule.quantile)
+        value = measured.quantile(rule.metric, rule.quantile, rule.failure)
     return RuleResult(rule, value, rule.holds(value), rule.margin(value), _note(rule, measured.num_judged))
 
 

@@ -106,13 +106,6 @@ def test_the_iterations_end_an_open_bracket_with_the_highest_pass() -> None:
     assert (reason, capacity_of(trials, settings, reason)) == (StopReason.MAX_ITERATIONS, 2.82843)
 
 
-def test_a_trial_judged_again_uses_up_no_iteration() -> None:
-    settings = SearchSettings(start_qps=1, max_iterations=1)
-    stored = [Tried(1, Verdict.PASS, counted=False), Tried(4, Verdict.FAIL, counted=False)]
-    assert next_step(stored, settings) == Try(2)
-    assert next_step([*stored, *passed(2)], settings) == Stop(StopReason.MAX_ITERATIONS)
-
-
 def test_a_pass_above_a_fail_only_sets_the_flag() -> None:
     trials = [*passed(1, 4, 8), *failed(2)]
     assert bracket_of(trials) == Bracket(1, 2, True)

@@ -26,7 +26,7 @@ from dbench.search.sla import (
 
 @dataclass
 class Figures:
-    """A trial whose judged requests all took `latencies`, inf for a failed one."""
+    """A trial whose judged requests took `latencies`, inf for a failed one."""
 
     latencies: list[float] = field(default_factory=lambda: [1.0] * 100)
     good: float = 3.0
@@ -36,11 +36,14 @@ class Figures:
     def num_judged(self) -> int:
         return len(self.latencies)
 
-    def quantile(self, metric: str, q: float) -> float:
-        return quantile(self.latencies, q)
+    def seen(self, failure: float) -> list[float]:
+        return [failure if math.isinf(v) else v for v in self.latencies]
 
-    def mean(self, metric: str) -> float:
-        return sum(self.latencies) / len(self.latencies)
+    def quantile(self, metric: str, q: float, failure: float) -> float:
+        return quantile(self.seen(failure), q)
+
+    def mean(self, metric: str, failure: float) -> float:
+        return sum(self.seen(failure)) / len(self.latencies)
 
     def error_rate(self) -> float:
         return sum(math.isinf(v) for v in self.latencies) / len(self.latencies)
@@ -181,6 +184,12 @@ def test_failed_requests_count_as_endless() -> None:
     assert p75.passed
     assert (p90.value, p90.passed, p90.margin) == (math.inf, False, -math.inf)
     assert not errors.passed
+
+
+def test_a_rule_that_wants_large_values_is_not_helped_by_failures() -> None:
+    figures = Figures(latencies=[5.0] * 80 + [math.inf] * 20)
+    p10, _ = evaluate(parse_rules(["request_num_gen_tokens:p10>=4"]), figures)
+    assert (p10.value, p10.passed) == (-math.inf, False)
 
 
 def test_goodput_is_asked_about_the_request_rules_alone() -> None:

@@ -1,0 +1,277 @@
+"""The trials of one job on disk: who runs which rate, and what the finished ones found.
+
+Every decision (what next, whose lease is over) is made while one lock is held, so processes that share a
+search never run one rate twice at once.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import optuna
+from optuna.exceptions import UpdateFinishedTrialError
+from optuna.trial import FrozenTrial, TrialState
+
+from dbench.progress import Verdict
+from dbench.search.capacity import SearchSettings, Step, Stop, StopReason, Tried, Try, Wait, next_step
+from dbench.search.lease import LEASE_S, RENEW_S, Lease, Owner, this_process
+from dbench.search.storage import (
+    FORGIVEN,
+    LEASE,
+    QPS,
+    QPS_AXIS,
+    RESULT,
+    VERDICT,
+    CapacitySampler,
+    FileLock,
+    has_verdict,
+    held,
+    open_journal,
+    running_rates,
+    tried,
+)
+
+logger = logging.getLogger(__name__)
+
+START_QPS = "start_qps"
+"""User attribute of a study: the first rate, once it is known."""
+
+START_LEASE = "start_lease"
+"""User attribute of a study: who is finding the first rate."""
+
+
+@dataclass(frozen=True, slots=True)
+class RuleValue:
+    """One rule of a stored trial."""
+
+    rule: str
+    metric: str
+    value: float
+    threshold: float
+    passed: bool
+    margin: float
+    note: str
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTrial:
+    """A finished trial."""
+
+    number: int
+    qps: float
+    verdict: Verdict
+    reason: str
+    """Why it failed or was invalid; empty for a pass."""
+    rules: tuple[RuleValue, ...]
+    hopeless: bool
+    timed_out: bool
+    cached: bool
+    """Judged from a run that was there already."""
+    run_dir: str
+    """Relative to the search's folder."""
+    key: str
+
+    def tried(self) -> Tried:
+        return Tried(self.qps, self.verdict, self.hopeless)
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """A rate that this process runs now."""
+
+    number: int
+    trial_id: int
+    qps: float
+
+
+class TrialStore:
+    """One Optuna study: the trials of one job under one SLA."""
+
+    def __init__(self, folder: Path, study_name: str, settings: SearchSettings) -> None:
+        self._folder = folder
+        self._study_name = study_name
+        self._settings = settings
+        self._lock = FileLock(folder / "study.lock")
+        self._owner: Owner | None = None
+        self._study: optuna.Study | None = None
+
+    @property
+    def settings(self) -> SearchSettings:
+        return self._settings
+
+    def open(self) -> None:
+        """Make or open the study."""
+        storage = open_journal(self._folder / "study.journal")
+        self._owner = this_process()
+        with held(self._lock):
+            self._study = optuna.create_study(
+                storage=storage,
+                study_name=self._study_name,
+                direction="maximize",
+                sampler=CapacitySampler(self._settings),
+                load_if_exists=True,
+            )
+
+    def trials(self) -> tuple[StoredTrial, ...]:
+        """The finished trials in the order of their numbers, forgiven ones left out."""
+        study = self._opened()
+        forgiven = study.user_attrs.get(FORGIVEN, [])
+        found = [t for t in study.get_trials(deepcopy=False) if has_verdict(t) and t.number not in forgiven]
+        return tuple(_stored(t) for t in found)
+
+    def forgive_invalid(self) -> None:
+        """Let a search that ended with invalid trials try them again."""
+        study = self._opened()
+        with held(self._lock):
+            step = self._next_step(study)
+            if step == Stop(StopReason.INVALID_TRIALS):
+                invalid = [t.number for t in self.trials() if t.verdict is Verdict.INVALID]
+                study.set_user_attr(FORGIVEN, [*study.user_attrs.get(FORGIVEN, []), *invalid])
+
+    def claim(self) -> Claim | Wait | Stop:
+        """Take the next rate for this process, if there is one."""
+        study = self._opened()
+        with held(self._lock):
+            self._settle_lost_trials(study)
+            step = self._next_step(study)
+            if not isinstance(step, Try):
+                return step
+            trial = study.ask({QPS: QPS_AXIS})
+            trial.set_user_attr(LEASE, self._new_lease())
+            return Claim(trial.number, trial._trial_id, trial.params[QPS])
+
+    @contextmanager
+    def renewing(self, claim: Claim) -> Iterator[None]:
+        """Keep the claim's lease alive, from a thread, while the trial runs."""
+        storage = self._opened()._storage
+        with _repeating(lambda: storage.set_trial_user_attr(claim.trial_id, LEASE, self._new_lease())):
+            yield
+
+    def finish(self, claim: Claim, trial: StoredTrial) -> None:
+        """Store what the trial found. A trial whose lease was lost meanwhile is left to its new owner."""
+        storage = self._opened()._storage
+        try:
+            storage.set_trial_user_attr(claim.trial_id, RESULT, _to_json(trial))
+            storage.set_trial_user_attr(claim.trial_id, VERDICT, str(trial.verdict))
+            self._close_trial(claim.trial_id, trial.verdict, trial.qps)
+        except UpdateFinishedTrialError:
+            logger.warning(
+                "trial %d at %g QPS: another process took it over; its result counts", claim.number, claim.qps
+            )
+
+    def abandon(self, claim: Claim) -> None:
+        """Give the claim back: its rate will be run again."""
+        try:
+            self._opened()._storage.set_trial_state_values(claim.trial_id, TrialState.FAIL)
+        except UpdateFinishedTrialError:
+            logger.info("trial %d at %g QPS had already been taken over", claim.number, claim.qps)
+
+    def start_qps(self) -> float | None:
+        """The first rate, if it is known."""
+        value: float | None = self._opened().user_attrs.get(START_QPS)
+        return value
+
+    def claim_start(self) -> bool:
+        """Whether this process shall find the first rate; False while another one does."""
+        study = self._opened()
+        with held(self._lock):
+            record = study.user_attrs.get(START_LEASE)
+            if record is not None:
+                lease = Lease.from_json(record)
+                if lease.owner != self._owner and not lease.is_over(time.time()):
+                    return False
+            study.set_user_attr(START_LEASE, self._new_lease())
+            return True
+
+    @contextmanager
+    def renewing_start(self) -> Iterator[None]:
+        """Keep the lease of claim_start alive."""
+        study = self._opened()
+        with _repeating(lambda: study.set_user_attr(START_LEASE, self._new_lease())):
+            yield
+
+    def set_start(self, qps: float) -> None:
+        """Store the first rate, for every later command."""
+        self._opened().set_user_attr(START_QPS, qps)
+
+    def use(self, settings: SearchSettings) -> None:
+        """Go on with these settings."""
+        self._settings = settings
+        self._opened().sampler = CapacitySampler(settings)
+
+    def _next_step(self, study: optuna.Study) -> Step:
+        trials = study.get_trials(deepcopy=False)
+        return next_step(tried(study, trials), self._settings, running_rates(trials))
+
+    def _settle_lost_trials(self, study: optuna.Study) -> None:
+        """Close what dead processes left running: with its verdict where they had stored one, else as failed."""
+        for trial in study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
+            lease = trial.user_attrs.get(LEASE)
+            if lease is not None and not Lease.from_json(lease).is_over(time.time()):
+                continue  # without a lease its owner died between two lines of claim(), for we hold the lock
+            if VERDICT in trial.user_attrs:
+                self._close_trial(trial._trial_id, Verdict(trial.user_attrs[VERDICT]), trial.params[QPS])
+            else:
+                study._storage.set_trial_state_values(trial._trial_id, TrialState.FAIL)
+
+    def _close_trial(self, trial_id: int, verdict: Verdict, qps: float) -> None:
+        storage = self._opened()._storage
+        if verdict is Verdict.INVALID:
+            storage.set_trial_state_values(trial_id, TrialState.FAIL)
+        else:
+            proven = qps if verdict is Verdict.PASS else 0.0
+            storage.set_trial_state_values(trial_id, TrialState.COMPLETE, [proven])
+
+    def _new_lease(self) -> dict[str, Any]:
+        assert self._owner is not None, "the store is not open"
+        return Lease(self._owner, time.time() + LEASE_S).to_json()
+
+    def _opened(self) -> optuna.Study:
+        assert self._study is not None, "the store is not open"
+        return self._study
+
+
+@contextmanager
+def _repeating(renew: Callable[[], None]) -> Iterator[None]:
+    """Call `renew` every RENEW_S in a thread; a lost trial ends it."""
+    over = threading.Event()
+
+    def work() -> None:
+        while not over.wait(RENEW_S):
+            try:
+                renew()
+            except UpdateFinishedTrialError:
+                return
+
+    thread = threading.Thread(target=work, name="lease", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+def _stored(trial: FrozenTrial) -> StoredTrial:
+    record = dict(trial.user_attrs[RESULT])
+    rules = tuple(
+        RuleValue(**{**r, "value": float(r["value"]), "margin": float(r["margin"])}) for r in record.pop("rules")
+    )
+    verdict = Verdict(trial.user_attrs[VERDICT])
+    return StoredTrial(trial.number, trial.params[QPS], verdict, rules=rules, **record)
+
+
+def _to_json(trial: StoredTrial) -> dict[str, Any]:
+    """Everything that the study does not know itself; infinities as text."""
+    kept = {
+        f.name: getattr(trial, f.name) for f in fields(trial) if f.name not in ("number", "qps", "verdict", "rules")
+    }
+    rules = [{**asdict(r), "value": str(r.value), "margin": str(r.margin)} for r in trial.rules]
+    return {**kept, "rules": rules}
