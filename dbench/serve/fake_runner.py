@@ -69,7 +69,7 @@ class FakeScript:
     """What a FakeRunner does; the default decodes one position (or the quota) per step, at no time."""
 
     num_unmasked: Callable[[BlockTask, int], int] = fewest
-    """(task, step) -> positions to fix, at least 1; capped by the masks left."""
+    """(task, step) -> positions to fix, at least what the rule promises; capped by the masks left."""
     eos_token_ids: tuple[int, ...] = ()
     """Never drawn by chance."""
     eos_offsets: Mapping[tuple[str, int], int] = field(default_factory=dict)
@@ -186,8 +186,12 @@ class FakeRunner:
         if (task.key.request_id, task.key.block_index, step) in self._script.non_finite:
             held.done = True
             return SpanResult(span.slot, (), (), done=True, void=False, error="non-finite logits (scripted)")
-        count = min(self._script.num_unmasked(task, step), len(held.to_fix))
-        assert count >= 1, f"the script fixes {count} positions in step {step} of {task.key}"
+        count = self._script.num_unmasked(task, step)
+        least = min_unmasked_per_step(task.sampling)
+        assert count >= least, (
+            f"the script fixes {count} positions, the rule at least {least}, in step {step} of {task.key}"
+        )
+        count = min(count, len(held.to_fix))
         positions = sorted(held.to_fix.pop() for _ in range(count))
         tokens = tuple(self._token(task, position, step) for position in positions)
         held.eos_positions += [p for p, token in zip(positions, tokens, strict=True) if self._is_eos(token)]

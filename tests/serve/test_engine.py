@@ -154,16 +154,16 @@ def test_a_last_mask_needs_no_second_look_under_any_rule() -> None:
 
 def test_a_block_that_ended_keeps_its_slot_and_pages_until_its_void_span_is_collected() -> None:
     rig = make_rig(two_per_step(), overlap=True, max_batch_size=1)
-    first, second = rig.run([make_task("a", sampling=RANDOM), make_task("b", sampling=quota(4))])
+    first, second = rig.run([make_task("a", sampling=RANDOM), make_task("b", sampling=RANDOM)])
     assert (first.outcome, second.outcome) == (DONE, DONE)
     assert rig.runner.calls.index("launch 3") > rig.runner.calls.index("collect 2")
 
 
 def test_the_token_budget_counts_planned_spans_void_or_not() -> None:
     rig = make_rig(two_per_step(), overlap=True, max_tokens_per_iteration=12)
-    rig.run([make_task("a", sampling=RANDOM), make_task("b", prompt=14, sampling=quota(4))])
-    assert [batch.batch_num_void_tokens for batch in rig.batches] == [0, 0, 4, 0]
-    assert [batch.batch_prompt_len for batch in rig.batches] == [12, 0, 0, 18]
+    rig.run([make_task("a", sampling=RANDOM), make_task("b", prompt=14, sampling=RANDOM)])
+    assert [batch.batch_num_void_tokens for batch in rig.batches] == [0, 0, 4, 0, 0, 4]
+    assert [batch.batch_prompt_len for batch in rig.batches] == [12, 0, 0, 18, 0, 0]
     assert max(state.deficit_tokens for state in rig.states) == 16
 
 
@@ -242,6 +242,13 @@ def test_an_idle_engine_that_lacks_pages_is_an_invariant_failure_with_counts() -
         rig.engine.step()
 
 
+def test_an_idle_engine_whose_pages_do_not_add_up_is_an_invariant_failure() -> None:
+    rig = make_rig(num_pages=10)
+    rig.pages._free.pop()
+    with pytest.raises(AssertionError, match=r"do not add up: 9 free \+ 0 used of 10 pages"):
+        rig.engine.step()
+
+
 def test_planning_changes_nothing() -> None:
     rig = make_rig(max_tokens_per_iteration=20)
     rig.engine.submit(make_task("a"))
@@ -311,8 +318,9 @@ def test_cancelling_the_last_waiting_block_forgets_the_deficit() -> None:
     rig.engine.submit(make_task("a"))
     rig.engine.submit(make_task("b", prompt=16))
     rig.step()
+    assert rig.states[-1].deficit_tokens == 8
     rig.engine.cancel(make_task("b").key)
-    rig.step()
+    rig.events += rig.engine.take_events()
     assert rig.states[-1].deficit_tokens == 0
 
 
