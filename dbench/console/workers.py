@@ -1,0 +1,134 @@
+"""Boxes that several views share: the worker table and the last errors."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import groupby
+
+from rich.text import Text
+
+from dbench.console.layout import BORDER, Cell, Column, Lines, Page, box, pairs, table, titled
+from dbench.console.look import NOTHING, Glyphs, bar, clean, number, percent, share_of, shorten, sparkline
+from dbench.console.rates import Rate, RateTable
+from dbench.progress import WorkerProgress
+
+STATE_STYLES = {
+    "busy": "green",
+    "idle": "bright_black",
+    "queued": "yellow",
+    "starting": "yellow",
+    "draining": "magenta",
+    "lost": "bold red",
+}
+_HOLLOW = frozenset({"idle", "starting"})
+
+
+def workers_box(workers: Sequence[WorkerProgress], rates: RateTable, page: Page, max_rows: int) -> Lines:
+    """One row per worker, at most `max_rows` of them; the rest is counted in the last row."""
+    if not workers:
+        return box(titled("workers"), [Text("no worker has reported yet", style="bright_black")], page)
+    shown = workers if len(workers) <= max_rows else workers[: max(0, max_rows - 1)]
+    body = table(_columns(page), [_row(w, rates.of(w.worker_id), page) for w in shown], page.inner_width, page.glyphs)
+    hidden = workers[len(shown) :]
+    if hidden:
+        more = f"{page.glyphs.ellipsis} {len(hidden)} more: {_states(hidden)}"
+        body.append(shorten(Text(more, style="bright_black"), page.inner_width, page.glyphs))
+    note = f"{_states(workers)} {page.glyphs.separator} {number(rates.total.tokens_per_s)} tokens/s"
+    return box(titled("workers"), body, page, Text(note, style="bright_black"))
+
+
+def workers_line(workers: Sequence[WorkerProgress], rates: RateTable, width: int) -> Text:
+    """All workers in one line."""
+    used, total = sum(w.pages_used for w in workers), sum(w.pages_total for w in workers)
+    return pairs(
+        [
+            ("workers", _states(workers) if workers else NOTHING),
+            ("tokens/s", number(rates.total.tokens_per_s)),
+            ("TPF", number(rates.total.tokens_per_pass)),
+            ("KV use", percent(share_of(used, total))),
+            ("waiting", f"{sum(w.queue_depth_waiting for w in workers):,}"),
+        ],
+        width,
+    )
+
+
+def errors_box(errors: Sequence[str], page: Page, max_rows: int) -> Lines:
+    """The newest errors, newest last; equal neighbours become one row with a count. Empty without errors."""
+    if not errors or max_rows < 1:
+        return []
+    rows = []
+    for error, same in groupby(errors):
+        times = len(list(same))
+        count = f" (x{times})" if times > 1 else ""
+        room = max(0, page.inner_width - len(count))
+        rows.append(shorten(Text(clean(error, page.glyphs)), room, page.glyphs).copy().append(count, BORDER))
+    return box(Text("last errors", style="bold red"), rows[-max_rows:], page)
+
+
+def state_style(state: str) -> str:
+    return STATE_STYLES.get(state, "")
+
+
+def _states(workers: Sequence[WorkerProgress]) -> str:
+    counts = Counter(w.state for w in workers)
+    order = {state: n for n, state in enumerate(STATE_STYLES)}
+    return ", ".join(f"{counts[s]} {s}" for s in sorted(counts, key=lambda s: (order.get(s, len(order)), s)))
+
+
+def _columns(page: Page) -> list[Column]:
+    columns = [
+        Column("id", right=True),
+        Column("device", rank=3, min_width=8),
+        Column("state", min_width=6),
+        Column("waiting", right=True),
+        Column("active", right=True),
+        Column("tokens/s", right=True),
+        Column("TPF", right=True),
+        Column("KV use", rank=1, min_width=6, max_width=24),
+    ]
+    if page.is_wide:
+        columns.append(Column("pages", rank=4, right=True))
+        columns.append(Column("tokens", rank=4, right=True))
+        if page.glyphs.spark:
+            columns.append(Column("tokens/s, last 2 minutes", rank=5, min_width=10, max_width=60))
+    return columns
+
+
+def _row(worker: WorkerProgress, rate: Rate, page: Page) -> list[Cell]:
+    g = page.glyphs
+    state = clean(worker.state, g)
+    mark = "" if g.only_ascii else (g.hollow if state in _HOLLOW else g.dot) + " "
+    row: list[Cell] = [
+        Text(str(worker.worker_id), style="bold"),
+        Text(clean(worker.device, g)),
+        Text(mark + state, style=state_style(state)),
+        Text(f"{worker.queue_depth_waiting:,}", style="yellow" if worker.queue_depth_waiting else ""),
+        Text(f"{worker.queue_depth_active:,}"),
+        Text(number(rate.tokens_per_s), style="cyan"),
+        Text(number(rate.tokens_per_pass)),
+        _kv_cell(worker, g),
+    ]
+    if page.is_wide:
+        row.append(Text(f"{worker.pages_used:,}/{worker.pages_total:,}" if worker.pages_total else NOTHING))
+        row.append(Text(f"{worker.num_unmasked_tokens:,}"))
+        if g.spark:
+            row.append(partial(_history, rate.history, g))
+    return row
+
+
+def _kv_cell(worker: WorkerProgress, glyphs: Glyphs) -> Callable[[int], Text]:
+    return partial(_share_bar, share_of(worker.pages_used, worker.pages_total), glyphs)
+
+
+def _share_bar(share: float | None, glyphs: Glyphs, width: int) -> Text:
+    """A bar and its percentage; the percentage alone where there is no room for a bar."""
+    style = "red" if (share or 0) >= 0.9 else "yellow" if (share or 0) >= 0.7 else "green"
+    figure = Text(f"{percent(share):>4}")
+    room = width - figure.cell_len - 1
+    return Text.assemble(bar(share, room, glyphs, style), " ", figure) if room >= 4 else figure
+
+
+def _history(values: tuple[float, ...], glyphs: Glyphs, width: int) -> Text:
+    return sparkline(values, width, glyphs)
