@@ -1,0 +1,20 @@
+"""`dbench report`: every file of a run again, from its events."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from dbench.cli_options import Invocation
+from dbench.commands.common import EXIT_OK, open_view
+from dbench.commands.summary import print_summary
+from dbench.report import write_report
+
+
+def report_command(invocation: Invocation) -> int:
+    """Write the report and print the summary."""
+    open_view(invocation.resolve())
+    directory = invocation.arguments["directory"]
+    assert directory is not None
+    folder = Path(directory)
+    print_summary(write_report(folder), folder, as_json=invocation.json)
+    return EXIT_OK

@@ -1,0 +1,122 @@
+"""`dbench run`: one load against a server of its own or one that runs already, and its report."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import Callable
+from contextlib import aclosing
+from pathlib import Path
+
+from dbench.cli_options import Invocation
+from dbench.commands.common import EXIT_FAILED, EXIT_OK, new_folder, open_view
+from dbench.commands.summary import print_summary
+from dbench.config import AUTO_PREFIX, ENVIRONMENT_PREFIX, FLAG, Resolved
+from dbench.environment import describe_environment
+from dbench.errors import OptionError
+from dbench.load.driver import RunResult, run_load
+from dbench.load.lengths import length_source
+from dbench.load.stop import cancel_on_signals
+from dbench.load.target import GrpcTarget
+from dbench.options import EngineOptions, LoadOptions, SamplingOptions, ServiceOptions, TerminalOptions, options_of
+from dbench.progress import RunProgress
+from dbench.report import write_report
+from dbench.resolve import check_sampling, resolve_serve
+from dbench.result_files import write_json, write_text
+from dbench.serve.launch import ServerProcess
+
+logger = logging.getLogger(__name__)
+
+CONFIG_FILE = "config.yaml"
+ENVIRONMENT_FILE = "environment.json"
+SERVER_CONFIG_FILE = "server_config.json"
+SERVER_ENVIRONMENT_FILE = "server_environment.json"
+SERVER_LOG_FILE = "server.log"
+
+DEFAULT_NAME = "run"
+CLIENT_SECTIONS = (LoadOptions, SamplingOptions, TerminalOptions)
+CLIENT_OPTIONS = ("api_key",)
+"""Service options that a client of a running server needs as well."""
+
+
+def run_command(invocation: Invocation) -> int:
+    """Run the load, write the report, print the summary; 0, or what a bad end or an invalid run says."""
+    resolved = one_kind_of_loop(invocation.resolve())
+    view = open_view(resolved)
+    check_sampling(resolved)
+    load = resolved.section(LoadOptions)
+    length_source(load)
+    key = resolved.section(ServiceOptions).api_key
+    resolved = attached(resolved) if load.server is not None else with_own_server(resolved)
+    folder = new_folder(load.output_dir, load.name or DEFAULT_NAME, place=resolved.place("name"))
+    write_text(folder / CONFIG_FILE, resolved.to_yaml())
+    write_json(folder / ENVIRONMENT_FILE, describe_environment())
+    with view:
+        if load.server is not None:
+            result = _run(load.server, key, resolved, folder, view.update)
+        else:
+            result = _run_own_server(resolved, folder, view.update)
+    summary = write_report(folder)
+    print_summary(summary, folder, as_json=invocation.json)
+    if result.exit_code != EXIT_OK:
+        return result.exit_code
+    return EXIT_OK if summary.valid else EXIT_FAILED
+
+
+def one_kind_of_loop(resolved: Resolved) -> Resolved:
+    """Open loop or closed loop, whichever flag was given; both flags are refused."""
+    both = [name for name in ("qps", "concurrency") if resolved.origins[name] == FLAG]
+    if len(both) == 2:
+        raise OptionError("--concurrency: given together with --qps; a closed loop has no rate, leave one of them out")
+    if both == ["qps"]:
+        return resolved.replace("concurrency", None, f"{AUTO_PREFIX}--qps was given")
+    return resolved
+
+
+def attached(resolved: Resolved) -> Resolved:
+    """The options of a run against a running server; refuses by name those that configure a server."""
+    for option in (*options_of(EngineOptions), *options_of(ServiceOptions)):
+        if option.name in CLIENT_OPTIONS or not resolved.is_explicit(option.name):
+            continue
+        if resolved.origins[option.name].startswith(ENVIRONMENT_PREFIX):
+            logger.info("%s is passed over: with --server it is set there", option.environment_variable)
+            continue
+        raise OptionError(
+            f"{resolved.place(option.name)} configures a server that dbench starts; with --server it is set there"
+        )
+    return resolved.only(CLIENT_SECTIONS)
+
+
+def with_own_server(resolved: Resolved) -> Resolved:
+    """Every server option filled in, on any free port."""
+    return resolve_serve(
+        resolved.replace("scheduler_port", 0, f"{AUTO_PREFIX}the run's own server takes any free port")
+    )
+
+
+def _run_own_server(resolved: Resolved, folder: Path, on_progress: Callable[[RunProgress], None]) -> RunResult:
+    engine, service = resolved.section(EngineOptions), resolved.section(ServiceOptions)
+    with ServerProcess(engine, service, log_path=folder / SERVER_LOG_FILE, config_json=resolved.to_json()) as server:
+        return _run(server.address, service.api_key, resolved, folder, on_progress)
+
+
+def _run(
+    address: str, key: str | None, resolved: Resolved, folder: Path, on_progress: Callable[[RunProgress], None]
+) -> RunResult:
+    """The first Ctrl-C or SIGTERM ends the run and keeps what it measured, the second ends dbench."""
+
+    async def run() -> RunResult:
+        with cancel_on_signals():
+            async with aclosing(GrpcTarget(address, key)) as target:
+                info = await target.info()
+                if resolved.section(LoadOptions).server is not None:
+                    write_json(folder / SERVER_CONFIG_FILE, json.loads(info.resolved_config_json))
+                    write_json(folder / SERVER_ENVIRONMENT_FILE, json.loads(info.environment_json))
+                load, sampling = resolved.section(LoadOptions), resolved.section(SamplingOptions)
+                return await run_load(target, load, sampling, folder, on_progress=on_progress)
+
+    try:
+        return asyncio.run(run())
+    except asyncio.CancelledError:
+        raise KeyboardInterrupt from None

@@ -1,0 +1,73 @@
+"""`dbench serve`: a server until Ctrl-C or SIGTERM."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+from dbench.cli_options import Invocation
+from dbench.commands.common import new_folder, open_view
+from dbench.config import AUTO_PREFIX, Resolved
+from dbench.console import View
+from dbench.environment import describe_environment
+from dbench.errors import OptionError
+from dbench.options import EngineOptions, ServiceOptions
+from dbench.resolve import resolve_serve
+from dbench.result_files import write_json, write_text
+from dbench.serve.server import serve
+
+REPORTS = "reports"
+NAME = "serve"
+
+
+def serve_command(invocation: Invocation) -> int:
+    """Fill in the options, print them, serve; returns the server's exit code."""
+    resolved = resolve_serve(_with_argument(invocation).resolve())
+    view = open_view(resolved)
+    resolved = _with_metrics_folder(resolved)
+    service = resolved.section(ServiceOptions)
+    assert service.metrics_output_dir is not None
+    folder = Path(service.metrics_output_dir)
+    write_text(folder / "config.yaml", resolved.to_yaml())
+    write_json(folder / "environment.json", describe_environment())
+    for line in resolved.lines():
+        view.print(f"{line.name} = {line.value_text} ({line.origin})")
+    with view:
+        return serve(
+            resolved.section(EngineOptions),
+            service,
+            config_json=resolved.to_json(),
+            on_progress=view.update,
+            on_ready=lambda address: _announce(view, address),
+        )
+
+
+def _with_argument(invocation: Invocation) -> Invocation:
+    model = invocation.arguments["model"]
+    if model is None:
+        return invocation
+    if invocation.flags["model"] is not None:
+        raise OptionError(f"--model: given twice, as an argument ({model}) too; leave one of them out")
+    return replace(invocation, flags={**invocation.flags, "model": model})
+
+
+def _with_metrics_folder(resolved: Resolved) -> Resolved:
+    given = resolved.section(ServiceOptions).metrics_output_dir
+    if given is None:
+        folder = new_folder(REPORTS, NAME, place="metrics_output_dir")
+        return resolved.replace("metrics_output_dir", str(folder), f"{AUTO_PREFIX}a new folder per server")
+    try:
+        Path(given).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        place = resolved.place("metrics_output_dir")
+        raise OptionError(f"{place}: cannot make the folder {given}: {error.strerror or error}") from None
+    return resolved
+
+
+def _announce(view: View, address: str) -> None:
+    """The address is a result: on stdout for a program that waits for it, else above the live region."""
+    if sys.stdout.isatty():
+        view.print(f"ready at {address}")
+    else:
+        print(f"ready at {address}", flush=True)

@@ -1,0 +1,93 @@
+"""A run's summary for people, and as JSON."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict
+from pathlib import Path
+
+from dbench.commands.common import print_json
+from dbench.measure.summary import Distribution, RunSummary
+
+
+def print_summary(summary: RunSummary, folder: Path, *, as_json: bool) -> None:
+    """The results on stdout."""
+    if as_json:
+        print_json({"run_dir": str(folder), **asdict(summary)})
+        return
+    print("\n".join(summary_lines(summary, folder)))
+
+
+def summary_lines(summary: RunSummary, folder: Path) -> list[str]:
+    """One figure or group of figures per line; what the run has no figure for is left out."""
+    rows = [
+        ("run", _ending(summary)),
+        ("requests", _requests(summary)),
+        ("latency", _distribution(summary.latency)),
+        ("first block", _distribution(summary.time_to_first_block)),
+        ("rate", _rates(summary)),
+        ("tokens", _tokens(summary)),
+        ("send lag", _distribution(summary.lag)),
+        ("load", "; ".join(part for part in (summary.arrivals, summary.lengths) if part)),
+        ("rule", _rule(summary)),
+        *(("note", note) for note in summary.notes),
+        ("files", str(folder)),
+    ]
+    return [f"{title:<12}{text}" for title, text in rows if text]
+
+
+def _ending(summary: RunSummary) -> str:
+    parts = [summary.reason]
+    if summary.detail:
+        parts.append(summary.detail)
+    if not summary.valid:
+        parts.append(f"INVALID: {summary.invalid_reason}")
+    return "; ".join(parts)
+
+
+def _requests(summary: RunSummary) -> str:
+    text = f"{summary.num_successful} of {summary.num_requests} completed, {summary.num_failed} failed"
+    if summary.num_unfinished:
+        text += f", {summary.num_unfinished} without an end"
+    if summary.num_block_retries:
+        text += f", {summary.num_block_retries} blocks tried again"
+    return text
+
+
+def _distribution(seconds: Distribution | None) -> str:
+    if seconds is None:
+        return ""
+    return "  ".join(f"{name} {_seconds(value)}" for name, value in asdict(seconds).items())
+
+
+def _seconds(value: float) -> str:
+    return f"{value * 1e3:.1f} ms" if abs(value) < 1 else f"{value:.3f} s"
+
+
+def _rates(summary: RunSummary) -> str:
+    parts = []
+    if summary.achieved_qps is not None:
+        parts.append(f"{summary.achieved_qps:.3g} requests/s completed")
+    if summary.offered_qps is not None:
+        offered = summary.offered_qps
+        loop = "closed loop" if offered == 0 else "all at once" if math.isinf(offered) else f"{offered:.4g} offered"
+        parts.append(loop)
+    if summary.wall_clock_time is not None:
+        parts.append(f"{summary.wall_clock_time:.1f} s in all")
+    return ", ".join(parts)
+
+
+def _tokens(summary: RunSummary) -> str:
+    parts = [f"{summary.total_gen_tokens} generated"]
+    if summary.tokens_per_sec is not None:
+        parts.append(f"{summary.tokens_per_sec:.1f} per second")
+    if summary.tokens_per_forward_pass is not None:
+        parts.append(f"{summary.tokens_per_forward_pass:.2f} per forward pass")
+    return ", ".join(parts)
+
+
+def _rule(summary: RunSummary) -> str:
+    if not summary.rule:
+        return ""
+    ends = {True: "end-of-text ids ignored", False: "ends at end of text", None: ""}[summary.ignore_eos]
+    return ", ".join(part for part in (summary.rule, ends) if part)

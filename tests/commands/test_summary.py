@@ -1,0 +1,54 @@
+"""What a run's summary says on stdout."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from dbench.commands.summary import print_summary, summary_lines
+from dbench.measure.summary import RunSummary, summarize
+from tests.event_builders import done, drawn, ended, run_of, sent, simple_requests, started
+
+FOLDER = Path("reports/x")
+
+
+def summary_of_nothing() -> RunSummary:
+    return summarize(run_of(started(), ended(reason="timeout", detail="not final 900 s after the last arrival")))
+
+
+def test_run_without_figures_says_how_it_ended_and_where_its_files_are() -> None:
+    lines = summary_lines(summary_of_nothing(), FOLDER)
+    assert lines[0] == "run         timeout; not final 900 s after the last arrival"
+    assert "requests    0 of 1 completed, 0 failed" in lines
+    assert lines[-1] == "files       reports/x"
+    assert not any("None" in line or "nan" in line for line in lines)
+
+
+def test_json_holds_every_figure(capsys: pytest.CaptureFixture[str]) -> None:
+    print_summary(summary_of_nothing(), FOLDER, as_json=True)
+    record = json.loads(capsys.readouterr().out)
+    assert record["run_dir"] == "reports/x"
+    assert (record["reason"], record["num_requests"], record["latency"]) == ("timeout", 1, None)
+
+
+def test_complete_run_shows_latency_rate_tokens_lag_and_rule() -> None:
+    events = [started(num_requests=4), drawn(notes=("lengths count another model's tokens",))]
+    summary = summarize(run_of(*events, *simple_requests([0.5, 0.5, 0.5, 2.0]), ended()))
+    lines = {line[:12].strip(): line[12:] for line in summary_lines(summary, FOLDER)}
+    assert lines["run"].startswith("complete")
+    assert lines["requests"] == "4 of 4 completed, 0 failed"
+    assert lines["latency"].startswith("min 500.0 ms")
+    assert lines["latency"].endswith("max 2.000 s")
+    assert "2 offered" in lines["rate"]
+    assert "generated" in lines["tokens"]
+    assert lines["rule"] == "conf_threshold 0.9, temperature 0, end-of-text ids ignored"
+    assert lines["note"] == "lengths count another model's tokens"
+
+
+def test_invalid_run_says_so_in_its_first_line() -> None:
+    events = [started(num_requests=1), sent(lag=1.0), done(at=1.1), ended()]
+    summary = summarize(run_of(*events))
+    assert not summary.valid
+    assert "INVALID: the load generator fell behind" in summary_lines(summary, FOLDER)[0]
