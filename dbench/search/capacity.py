@@ -120,12 +120,12 @@ def capacity_of(trials: Sequence[Tried], settings: SearchSettings, reason: StopR
     """The capacity that a search which stopped for `reason` has found; None if it has found none."""
     if reason in (StopReason.INVALID_TRIALS, StopReason.NO_PASS_IN_RANGE):
         return None
-    return bracket_of(_in_range(trials, settings)).highest_pass
+    return bracket_of(in_range(trials, settings)).highest_pass
 
 
 def _next_of_search(trials: Sequence[Tried], settings: SearchSettings) -> Try | Stop:
-    in_range = _in_range(trials, settings)
-    bracket = bracket_of(in_range)
+    trials = in_range(trials, settings)
+    bracket = bracket_of(trials)
     low, high, cap = bracket.highest_pass, bracket.lowest_fail, settings.highest_qps
     if low is not None and high is None and low >= cap:
         return Stop(StopReason.CAP_REACHED)
@@ -133,7 +133,7 @@ def _next_of_search(trials: Sequence[Tried], settings: SearchSettings) -> Try | 
         between = midpoint(low, high)
         if is_within(low, high, settings.granularity_pct) or not low < between < high:
             return Stop(StopReason.BRACKET_CLOSED)
-    if low is None and high is not None and _is_the_floor(in_range, high):
+    if low is None and high is not None and _is_the_floor(trials, high):
         return Stop(StopReason.NO_PASS_IN_RANGE)
     num_judged = sum(t.verdict is not Verdict.INVALID for t in trials)
     if num_judged >= settings.max_iterations:
@@ -161,7 +161,7 @@ def _next_of_list(trials: Sequence[Tried], qps_list: Sequence[float], running: C
     return Try(free[0]) if free else Wait()
 
 
-def _in_range(trials: Sequence[Tried], settings: SearchSettings) -> list[Tried]:
+def in_range(trials: Sequence[Tried], settings: SearchSettings) -> list[Tried]:
     """Trials that this search may rest on: stored ones above its cap are none of its own."""
     if settings.qps_list:
         return [t for t in trials if t.qps in settings.qps_list]

@@ -179,14 +179,13 @@ class TrialStore:
         return value
 
     def claim_start(self) -> bool:
-        """Whether this process shall find the first rate; False while another one does."""
+        """Whether this process shall find the first rate; False while another one does, or has done."""
         study = self._opened()
         with held(self._lock):
             record = study.user_attrs.get(START_LEASE)
-            if record is not None:
-                lease = Lease.from_json(record)
-                if lease.owner != self._owner and not lease.is_over(time.time()):
-                    return False
+            others = record is not None and Lease.from_json(record).owner != self._owner
+            if START_QPS in study.user_attrs or (others and not Lease.from_json(record).is_over(time.time())):
+                return False
             study.set_user_attr(START_LEASE, self._new_lease())
             return True
 

@@ -1,0 +1,154 @@
+"""What a search will do, worked out and checked before anything is started."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from dbench.config import Resolved, resolve
+from dbench.errors import OptionError, SlaError
+from dbench.load.traces import open_trace
+from dbench.options import COMMAND_SECTIONS, LoadOptions, SearchOptions
+from dbench.resolve import check_sampling, resolve_serve
+from dbench.search.capacity import SearchSettings
+from dbench.search.keys import digest, job_key
+from dbench.search.sla import EXAMPLE, Rule, parse_rules
+from dbench.search.space import parse_qps_list, qps_name
+from dbench.search.yaml_jobs import JobsFile, is_jobs_file, read_jobs_file
+
+SECTIONS = COMMAND_SECTIONS["search-capacity"]
+
+SET_BY_THE_SEARCH = {
+    "server": "a search starts its own servers",
+    "qps": "the rate is what is searched; give start_qps or qps_list",
+    "concurrency": "a search offers rates, not a closed loop",
+}
+"""Load options that a search does not take, and why."""
+
+FREE_PORT = "auto: a search's servers take any free port"
+
+NAME_LENGTH = 60
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One capacity to find: the options it is found with, and the limits it must keep."""
+
+    name: str
+    key: str
+    """Equal for jobs whose trials may stand for each other."""
+    options: Resolved
+    """Every option filled in."""
+    rules: tuple[Rule, ...]
+    """None: every rate of the list is run, and none is judged."""
+    settings: SearchSettings
+
+    @property
+    def folder_name(self) -> str:
+        return f"{as_folder_name(self.name)}_{self.key}"
+
+    @property
+    def sla_text(self) -> str:
+        return ", ".join(rule.text for rule in self.rules)
+
+
+@dataclass(frozen=True, slots=True)
+class SearchPlan:
+    """A folder and the jobs whose results it will hold."""
+
+    name: str
+    folder: Path
+    jobs: tuple[Job, ...]
+
+
+def plan_search(flags: Mapping[str, object], *, config_path: Path | None, environment: Mapping[str, str]) -> SearchPlan:
+    """The search that flags, environment and a file (options, or jobs) ask for.
+
+    Raises UsageError for anything that cannot be run. The folder depends on the command alone, so that
+    the same command finds it again: on the job's key, or for a file of jobs on the path of the file.
+    """
+    if config_path is not None and is_jobs_file(config_path):
+        return _plan_jobs(read_jobs_file(config_path), flags, environment)
+    given = resolve(SECTIONS, flags, yaml_path=config_path, environment=environment)
+    _refuse_what_the_search_sets(given)
+    load = given.section(LoadOptions)
+    name = load.name or (Path(load.trace).stem if load.trace else "capacity")
+    job = _job(name, given, _flag_rules(given))
+    return SearchPlan(name, _folder(given, name, job.key), (job,))
+
+
+def as_folder_name(name: str) -> str:
+    """The name with everything that a file system could mind replaced."""
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip(".-")[:NAME_LENGTH] or "unnamed"
+
+
+def _plan_jobs(file: JobsFile, flags: Mapping[str, object], environment: Mapping[str, str]) -> SearchPlan:
+    above = resolve(SECTIONS, flags, yaml_path=None, environment=environment)
+    base = _with_flags(_defaults().override(file.base, file.source), above)
+    flag_rules = _flag_rules(above)
+    jobs = []
+    for entry in file.jobs:
+        given = _defaults().override(
+            {**file.base, **entry.overrides, **entry.search}, f"{file.source} job {entry.name}"
+        )
+        given = _with_flags(given, above)
+        _refuse_what_the_search_sets(given)
+        jobs.append(_job(entry.name, given, flag_rules or file.rules))
+    name = base.section(LoadOptions).name or file.path.stem
+    return SearchPlan(name, _folder(base, name, digest(str(file.path.resolve()))), tuple(jobs))
+
+
+def _defaults() -> Resolved:
+    return resolve(SECTIONS, {}, yaml_path=None, environment={})
+
+
+def _with_flags(given: Resolved, above: Resolved) -> Resolved:
+    """`given` under what environment and flags say."""
+    for name, origin in above.origins.items():
+        if above.is_explicit(name):
+            given = given.replace(name, above.value(name), origin)
+    return given
+
+
+def _flag_rules(given: Resolved) -> tuple[Rule, ...]:
+    return parse_rules(given.section(SearchOptions).sla)
+
+
+def _folder(given: Resolved, name: str, key: str) -> Path:
+    return Path(given.section(LoadOptions).output_dir) / f"search-{as_folder_name(name)}-{key}"
+
+
+def _refuse_what_the_search_sets(given: Resolved) -> None:
+    for name, why in SET_BY_THE_SEARCH.items():
+        if given.is_explicit(name):
+            raise OptionError(f"{given.place(name)}: got {given.value(name)}, but {why}; leave it out")
+
+
+def _job(name: str, given: Resolved, rules: tuple[Rule, ...]) -> Job:
+    settings = _settings(given)
+    if not rules and not settings.qps_list:
+        raise SlaError(f"job {name}: no limit to search by; give --sla ({EXAMPLE}), or --qps-list to run rates without")
+    check_sampling(given)
+    trace = given.section(LoadOptions).trace
+    if trace is not None:
+        open_trace(trace)
+    resolved = resolve_serve(given.replace("scheduler_port", 0, FREE_PORT))
+    return Job(name, job_key(given), resolved, rules, settings)
+
+
+def _settings(given: Resolved) -> SearchSettings:
+    search = given.section(SearchOptions)
+    place = given.place("qps_list")
+    qps_list = parse_qps_list(search.qps_list, place) if search.qps_list is not None else ()
+    if qps_list and search.start_qps is not None:
+        raise OptionError(
+            f"{place}: got {search.qps_list} and a start_qps; a list is run as it is, so give one of them"
+        )
+    cap = search.max_qps_cap
+    if cap is not None and qps_list and max(qps_list) > cap:
+        raise OptionError(
+            f"{place}: got {qps_name(max(qps_list))}, above max_qps_cap {qps_name(cap)}; lower one of them"
+        )
+    return SearchSettings(search.start_qps, search.max_iterations, search.min_search_granularity_pct, cap, qps_list)
