@@ -18,13 +18,12 @@ from dbench.errors import ServerUnavailable, one_line
 from dbench.events import SCHEMA_VERSION, RunEnded, RunStarted
 from dbench.load.flights import MEASURED, TAIL, TIMEOUT, WARMUP, Ending, Flights, Unfinished
 from dbench.load.pacing import quiet_collector, sleep_until
-from dbench.load.record import EventLog, Tally
+from dbench.load.record import EventWriter, Tally
 from dbench.load.schedule import Schedule, ScheduledRequest, draw_schedule
 from dbench.load.stop import StopRule
-from dbench.load.target import Target, TargetInfo
+from dbench.load.target import CANCELLED, ERROR, Target, TargetInfo
 from dbench.options import LoadOptions, SamplingOptions
 from dbench.progress import RunPhase, RunProgress
-from dbench.serve.sequence import Status
 
 log = logging.getLogger(__name__)
 
@@ -69,7 +68,7 @@ async def run_load(
     """
     info = await target.info()
     schedule = draw_schedule(load, sampling, info)
-    with EventLog(run_dir) as event_log:
+    with EventWriter(run_dir) as event_log:
         run = _Run(target, load, schedule, event_log, _new_tally(load, info, run_dir))
         ending = await run.run(on_progress, extra_stop)
     return RunResult(run_dir, ending.reason, EXIT_CODES[ending.reason], ending.detail)
@@ -88,7 +87,7 @@ class _Run:
     """The state of one run."""
 
     def __init__(
-        self, target: Target, load: LoadOptions, schedule: Schedule, event_log: EventLog, tally: Tally
+        self, target: Target, load: LoadOptions, schedule: Schedule, event_log: EventWriter, tally: Tally
     ) -> None:
         self._target = target
         self._load = load
@@ -241,8 +240,8 @@ class _Run:
         if ending.reason == "timeout":
             return Unfinished(TIMEOUT, ending.detail)
         if ending.reason == "server_lost":
-            return Unfinished(Status.ERROR, ending.detail)
-        return Unfinished(Status.CANCELLED, ": ".join(filter(None, (f"the run was {ending.reason}", ending.detail))))
+            return Unfinished(ERROR, ending.detail)
+        return Unfinished(CANCELLED, ": ".join(filter(None, (f"the run was {ending.reason}", ending.detail))))
 
     async def _export(self, ending: Ending) -> Ending:
         """Append the target's events; a run that is complete without them has lost its server."""

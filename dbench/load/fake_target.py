@@ -23,9 +23,8 @@ from dbench.events import (
     SchedulerDepth,
     WorkerState,
 )
-from dbench.load.target import LoadRequest, Outcome, TargetInfo
+from dbench.load.target import CANCELLED, COMPLETED, ERROR, LoadRequest, Outcome, TargetInfo
 from dbench.progress import WorkerProgress
-from dbench.serve.sequence import Status
 
 FAKE_INFO = TargetInfo(
     model="fake",
@@ -117,7 +116,7 @@ class InProcessTarget:
         try:
             outcome = await self._serve(request, request_id)
         except asyncio.CancelledError:
-            self._record(RequestFinished(_now(), "scheduler", request_id, Status.CANCELLED, 0, 0, ""))
+            self._record(RequestFinished(_now(), "scheduler", request_id, CANCELLED, 0, 0, ""))
             raise
         self._record(
             RequestFinished(
@@ -171,9 +170,9 @@ class InProcessTarget:
             self._a_server.release()
         error = self.script.error(request)
         if error:
-            return Outcome(request_id, Status.ERROR, (), 0, first_block_s, error)
+            return Outcome(request_id, ERROR, (), 0, first_block_s, error)
         num_passes = num_blocks * PASSES_PER_BLOCK
-        return Outcome(request_id, Status.COMPLETED, self._answer(request), num_passes, first_block_s, "")
+        return Outcome(request_id, COMPLETED, self._answer(request), num_passes, first_block_s, "")
 
     async def _work(self, duration_s: float) -> None:
         """Let the time pass; raises ServerUnavailable when the target goes away meanwhile."""
@@ -248,7 +247,7 @@ class NoopTarget:
         request_id = f"noop-{self._num_accepted}"
         self._num_accepted += 1
         accepted(request_id)
-        return Outcome(request_id, Status.COMPLETED, (), 0, None, "")
+        return Outcome(request_id, COMPLETED, (), 0, None, "")
 
     async def reset_metrics(self) -> None:
         """Nothing is recorded."""

@@ -11,10 +11,9 @@ from dataclasses import dataclass, field
 
 from dbench.errors import ServerUnavailable
 from dbench.events import RequestDone, RequestSent
-from dbench.load.record import EventLog, Tally
+from dbench.load.record import EventWriter, Tally
 from dbench.load.stop import DoneFact, SentFact, StopRule
-from dbench.load.target import LoadRequest, Outcome, Target
-from dbench.serve.sequence import Status
+from dbench.load.target import CANCELLED, ERROR, LoadRequest, Outcome, Target
 
 log = logging.getLogger(__name__)
 
@@ -55,7 +54,7 @@ class Flights:
     """Sends to one target; must be used from one event loop."""
 
     target: Target
-    log: EventLog
+    log: EventWriter
     tally: Tally
     rule: StopRule | None
     end: Callable[[Ending], None]
@@ -63,7 +62,7 @@ class Flights:
     crash: Callable[[BaseException], None]
     """Told of any exception that is no outcome."""
     _tasks: set[asyncio.Task[bool]] = field(default_factory=set)
-    _given_up: Unfinished = field(default_factory=lambda: Unfinished(Status.CANCELLED, "the run was over"))
+    _given_up: Unfinished = field(default_factory=lambda: Unfinished(CANCELLED, "the run was over"))
 
     def start(self, request: LoadRequest, role: str, intended_s: float) -> asyncio.Task[bool]:
         """Send a request now; the task's result, once its end is written, says whether it completed."""
@@ -92,14 +91,14 @@ class Flights:
             self._done(flight, self._unfinished(flight))
             raise
         except ServerUnavailable as error:
-            self._done(flight, Outcome(flight.request_id, Status.ERROR, (), 0, None, str(error)))
+            self._done(flight, Outcome(flight.request_id, ERROR, (), 0, None, str(error)))
             self.end(Ending("server_lost", str(error)))
             return False
         self._done(flight, outcome)
-        return outcome.status == Status.COMPLETED
+        return outcome.completed
 
     def _unfinished(self, flight: _Flight) -> Outcome:
-        given_up = self._given_up if flight.role != TAIL else Unfinished(Status.CANCELLED, "the run was over")
+        given_up = self._given_up if flight.role != TAIL else Unfinished(CANCELLED, "the run was over")
         return Outcome(flight.request_id, given_up.status, (), 0, None, given_up.error)
 
     def _count_sent(self, flight: _Flight) -> None:
@@ -129,7 +128,6 @@ class Flights:
         done_s = time.monotonic()
         if not flight.request_id:  # never accepted: the log needs a name all the same
             self._accepted(flight, outcome.request_id or f"unaccepted-{flight.role}-{flight.request.index}")
-        completed = outcome.status == Status.COMPLETED
         self.log.write(
             RequestDone(
                 at_s=done_s,
@@ -140,19 +138,19 @@ class Flights:
                 num_forward_passes=outcome.num_forward_passes,
                 first_block_s=outcome.first_block_s,
                 error=outcome.error,
-                token_ids_sha256=_digest(outcome.token_ids) if completed else "",
+                token_ids_sha256=_digest(outcome.token_ids) if outcome.completed else "",
             )
         )
         self.tally.in_flight -= 1
-        if flight.role == WARMUP and not completed:
+        if flight.role == WARMUP and not outcome.completed:
             log.warning("warm-up request %s: %s %s", flight.request_id, outcome.status, outcome.error)
         if flight.role == MEASURED:
-            if completed:
+            if outcome.completed:
                 self.tally.completed(done_s - flight.intended_s)
             else:
                 self.tally.failed(f"{flight.request_id}: {outcome.status} {outcome.error}")
             if self.rule is not None:
-                self.rule.done(DoneFact(flight.request.index, flight.intended_s, done_s, completed))
+                self.rule.done(DoneFact(flight.request.index, flight.intended_s, done_s, outcome.completed))
             if self.tally.num_done == self.tally.num_requests:
                 self.end(Ending("complete"))
 

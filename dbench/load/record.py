@@ -22,14 +22,14 @@ NUM_RECENT_ERRORS = 5
 LIVE_QUANTILES = (0.50, 0.90, 0.99)
 
 
-class EventLog:
+class EventWriter:
     """events.jsonl of a run directory: a line is in the file when write() returns."""
 
     def __init__(self, run_dir: Path) -> None:
         self._path = run_dir / EVENTS_FILE
         self._file: TextIO | None = None
 
-    def __enter__(self) -> EventLog:
+    def __enter__(self) -> EventWriter:
         """Create the directory and the file. Raises RunError if the directory holds a run already."""
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)

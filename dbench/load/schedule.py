@@ -29,10 +29,9 @@ from dbench.load.lengths import (
     request_seed,
     scales_of,
 )
-from dbench.load.target import LoadRequest, TargetInfo
+from dbench.load.target import LoadRequest, SamplingParameters, TargetInfo
 from dbench.load.traces import LengthPair, Trace
 from dbench.options import LoadOptions, SamplingOptions
-from dbench.serve.sequence import SamplingParameters
 
 log = logging.getLogger(__name__)
 
@@ -109,7 +108,7 @@ def length_rules(load: LoadOptions, info: TargetInfo) -> LengthRules:
 
 
 def sampling_parameters(options: SamplingOptions) -> SamplingParameters:
-    """The unmasking rule of every request, with defaults filled in."""
+    """The unmasking rule of every request, with defaults filled in; the target checks it."""
     return SamplingParameters(
         unmasking_strategy=options.unmasking_strategy,
         temperature=options.temperature,

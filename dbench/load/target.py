@@ -11,7 +11,11 @@ from typing import Protocol
 
 from dbench.events import Event
 from dbench.progress import WorkerProgress
-from dbench.serve.sequence import SamplingParameters
+from dbench.serve.sequence import SamplingParameters as SamplingParameters
+from dbench.serve.sequence import Status
+
+COMPLETED, ERROR, CANCELLED = str(Status.COMPLETED), str(Status.ERROR), str(Status.CANCELLED)
+"""How a request can end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +44,10 @@ class Outcome:
     """The client's monotonic clock."""
     error: str
 
+    @property
+    def completed(self) -> bool:
+        return self.status == COMPLETED
+
 
 @dataclass(frozen=True, slots=True)
 class TargetInfo:
@@ -61,7 +69,7 @@ class Target(Protocol):
     """A server under load. Every method raises ServerUnavailable when nobody answers."""
 
     async def info(self) -> TargetInfo:
-        """Wait until the target is ready for requests, then describe it."""
+        """Wait until the target is ready for requests, then describe it; connects if need be."""
 
     async def workers(self) -> tuple[WorkerProgress, ...]:
         """Live figures; empty where the target has none."""

@@ -1,0 +1,64 @@
+"""Signals become a cancellation, once."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+
+import pytest
+
+from dbench.load.stop import cancel_on_signals
+
+
+async def wait_with_signals() -> str:
+    with cancel_on_signals():
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            return "cancelled"
+    return "not cancelled"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_the_first_signal_cancels_and_the_handlers_are_put_back(number: signal.Signals) -> None:
+    before = signal.getsignal(number)
+
+    async def main() -> str:
+        task = asyncio.create_task(wait_with_signals())
+        await asyncio.sleep(0)
+        os.kill(os.getpid(), number)
+        return await task
+
+    assert asyncio.run(main()) == "cancelled"
+    assert signal.getsignal(number) == before
+
+
+def test_the_second_signal_does_what_it_did_before() -> None:
+    heard: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, frame: heard.append(number))
+
+    async def main() -> str:
+        task = asyncio.create_task(wait_with_signals())
+        await asyncio.sleep(0)
+        os.kill(os.getpid(), signal.SIGTERM)
+        result = await task
+        os.kill(os.getpid(), signal.SIGTERM)
+        return result
+
+    try:
+        assert asyncio.run(main()) == "cancelled"
+        assert heard == [signal.SIGTERM]
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_without_a_signal_nothing_changes() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+
+    async def main() -> None:
+        with cancel_on_signals():
+            await asyncio.sleep(0)
+
+    asyncio.run(main())
+    assert signal.getsignal(signal.SIGTERM) == before
