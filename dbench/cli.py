@@ -118,7 +118,6 @@ GROUP_HELP = {"trace": "Look at traces of request lengths, or make one."}
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command line and return its exit code; every error ends here as one line on stderr."""
-    logging.basicConfig(level=logging.WARNING, format=f"{PROGRAM}: %(levelname)s: %(message)s", stream=sys.stderr)
     before = signal.signal(signal.SIGTERM, _interrupt)
     try:
         code = _call(sys.argv[1:] if arguments is None else list(arguments))

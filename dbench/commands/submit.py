@@ -4,35 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import sys
-import time
 import unicodedata
-from dataclasses import dataclass
 from pathlib import Path
 
 from dbench.cli_options import Invocation
 from dbench.commands.common import EXIT_FAILED, EXIT_OK, open_view, print_json
 from dbench.config import Resolved
-from dbench.errors import ModelError, OptionError, ServerUnavailable
+from dbench.errors import ModelError, OptionError
 from dbench.load.schedule import sampling_parameters
 from dbench.options import ClientOptions, SamplingOptions
 from dbench.resolve import check_sampling
-from dbench.serve.client import Client
+from dbench.serve.client import Client, SubmitResult, submit_and_wait
 from dbench.serve.sequence import Status
 from dbench.serve.tokenizer import Tokenizer, load_tokenizer
-from dbench.serve.wire import Accepted, FinishedBlock, PollState, ServerStatus, Submission
+from dbench.serve.wire import FinishedBlock, ServerStatus, Submission
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
-
-
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """What came back."""
-
-    request_id: str
-    state: PollState
-    e2e_s: float
-    first_block_s: float | None
-    """Both from the send to the arrival here."""
 
 
 def submit_command(invocation: Invocation) -> int:
@@ -71,12 +58,12 @@ async def _submit(resolved: Resolved, *, as_json: bool) -> int:
             ignore_eos=options.ignore_eos,
         )
         printer = BlockPrinter(tokenizer) if options.stream and not as_json else None
-        answer = await _send(client, submission, printer)
+        result = await submit_and_wait(client, submission, printer.block if printer is not None else None)
     if as_json:
-        print_json(_record(answer, tokenizer))
+        print_json(_record(result, tokenizer))
     else:
-        _print(answer, tokenizer, printer)
-    return EXIT_OK if answer.state.status == Status.COMPLETED else EXIT_FAILED
+        _print(result, tokenizer, printer)
+    return EXIT_OK if result.status == Status.COMPLETED else EXIT_FAILED
 
 
 class BlockPrinter:
@@ -87,10 +74,10 @@ class BlockPrinter:
         self._ids: list[int] = []
         self._printed = 0
 
-    def block(self, token_ids: tuple[int, ...]) -> None:
-        self._ids += token_ids
+    def block(self, block: FinishedBlock) -> None:
+        self._ids += block.token_ids
         if self._tokenizer is None:
-            print(*token_ids, flush=True)
+            print(*block.token_ids, flush=True)
         else:
             # a character may lie across two blocks: its half is decoded to the replacement character
             self._print_to(self._text().rstrip(REPLACEMENT))
@@ -130,51 +117,32 @@ def _prompt(resolved: Resolved, tokenizer: Tokenizer | None) -> tuple[int, ...]:
     return tuple(tokenizer.encode(resolved.section(ClientOptions).prompt or ""))
 
 
-async def _send(client: Client, submission: Submission, printer: BlockPrinter | None) -> Answer:
-    start_s = time.monotonic()
-    request_id, first_block_s = "", None
-    async for reply in client.generate(submission):
-        match reply:
-            case Accepted():
-                request_id = reply.request_id
-            case FinishedBlock():
-                first_block_s = time.monotonic() - start_s if first_block_s is None else first_block_s
-                if printer is not None:
-                    printer.block(reply.token_ids)
-            case PollState():
-                return Answer(request_id, reply, time.monotonic() - start_s, first_block_s)
-    raise ServerUnavailable(f"request {request_id}: the server ended the stream without a result")
-
-
-def _record(answer: Answer, tokenizer: Tokenizer | None) -> dict[str, object]:
-    state = answer.state
+def _record(result: SubmitResult, tokenizer: Tokenizer | None) -> dict[str, object]:
     return {
-        "request_id": answer.request_id,
-        "status": state.status,
-        "error_message": state.error_message,
-        "token_ids": state.generated_token_ids,
-        "text": None if tokenizer is None else tokenizer.decode(state.generated_token_ids),
-        "num_prompt_tokens": state.num_prompt_tokens,
-        "num_forward_passes": state.num_forward_passes,
+        "request_id": result.request_id,
+        "status": result.status,
+        "error": result.error,
+        "token_ids": result.token_ids,
+        "text": None if tokenizer is None else tokenizer.decode(result.token_ids),
+        "num_forward_passes": result.num_forward_passes,
         "timings": {
-            "e2e_s": answer.e2e_s,
-            "time_to_first_block_s": answer.first_block_s,
-            "server_queue_s": _after(state.arrival_s, state.first_refresh_s),
-            "server_s": _after(state.arrival_s, state.completion_s),
+            "latency_s": result.latency_s,
+            "time_to_first_block_s": result.time_to_first_block_s,
+            "queue_s": result.queue_s,
+            "server_s": result.server_s,
         },
     }
 
 
-def _print(answer: Answer, tokenizer: Tokenizer | None, printer: BlockPrinter | None) -> None:
+def _print(result: SubmitResult, tokenizer: Tokenizer | None, printer: BlockPrinter | None) -> None:
     """The answer on stdout, how it went on stderr."""
-    state = answer.state
-    ids = state.generated_token_ids
+    ids = result.token_ids
     if printer is not None:
         printer.finish()
     elif ids:
         print(" ".join(map(str, ids)) if tokenizer is None else _printable(tokenizer.decode(ids)))
-    how = f"{len(ids)} tokens, {state.num_forward_passes} forward passes, {answer.e2e_s:.3f} s"
-    print(f"{state.status}: {state.error_message or how} (request {answer.request_id})", file=sys.stderr)
+    how = f"{len(ids)} tokens, {result.num_forward_passes} forward passes, {result.latency_s:.3f} s"
+    print(f"{result.status}: {result.error or how} (request {result.request_id})", file=sys.stderr)
 
 
 def _printable(text: str) -> str:
@@ -182,7 +150,3 @@ def _printable(text: str) -> str:
     if not sys.stdout.isatty():
         return text
     return "".join(c if c in "\n\t" or unicodedata.category(c) != "Cc" else REPLACEMENT for c in text)
-
-
-def _after(start_s: float, end_s: float | None) -> float | None:
-    return None if end_s is None else end_s - start_s
