@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from dbench.errors import RequestError
+from dbench.progress import WorkerProgress
 from dbench.serve.proto import dbench_pb2 as pb
 from dbench.serve.sequence import SamplingParameters
 
@@ -124,6 +125,21 @@ class EventLines:
 
     lines: tuple[str, ...]
     num_forgotten: int
+
+
+def worker_progress(worker: WorkerStatus) -> WorkerProgress:
+    """The worker as a row of a live view."""
+    return WorkerProgress(
+        worker_id=worker.worker_id,
+        device=worker.device,
+        state=worker.state,
+        queue_depth_waiting=worker.queue_depth_waiting,
+        queue_depth_active=worker.queue_depth_active,
+        pages_used=worker.pages_used,
+        pages_total=worker.pages_total,
+        num_forward_passes=worker.num_forward_passes,
+        num_unmasked_tokens=worker.num_unmasked_tokens,
+    )
 
 
 def sampling_to_message(sampling: SamplingParameters) -> pb.SamplingParameters:

@@ -1,0 +1,61 @@
+"""What the child processes of dbench share: their configuration, and the end of their parent.
+
+A parent writes one line of JSON to its child's standard input and then keeps the pipe open for as long
+as it lives. The kernel closes the pipe whatever the parent dies of, so its end is the parent's end.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import signal
+import sys
+import threading
+
+LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+PARENT_GONE_EXIT_CODE = 1
+PR_SET_PDEATHSIG = 1
+
+_STDIN = 0
+
+
+def command(module: str) -> list[str]:
+    """The command line of a child; -P keeps files of the working directory from shadowing modules."""
+    return [sys.executable, "-P", "-m", module]
+
+
+def read_config_line() -> str:
+    """The first line of standard input; empty when the parent closed it. Reads no further than the line."""
+    line = bytearray()
+    while not line.endswith(b"\n"):
+        byte = os.read(_STDIN, 1)
+        if not byte:
+            break
+        line += byte
+    return line.decode()
+
+
+def end_with_parent() -> None:
+    """Start a thread that ends this process, without cleaning up, as soon as standard input ends."""
+
+    def watch() -> None:
+        while os.read(_STDIN, 4096):
+            pass
+        os._exit(PARENT_GONE_EXIT_CODE)
+
+    threading.Thread(target=watch, name="parent-watch", daemon=True).start()
+
+
+def die_with_parent_thread() -> None:
+    """Linux: let the kernel kill this process when the thread that started it ends; elsewhere nothing.
+
+    A second guard beside `end_with_parent`, only for children whose parent starts them from a thread that
+    lives as long as the parent.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def log_to_stderr(level: int) -> None:
+    logging.basicConfig(level=level, format=LOG_FORMAT, stream=sys.stderr)

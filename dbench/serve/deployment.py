@@ -1,0 +1,78 @@
+"""What is served: resolved engine options with nothing left open, and the model that they name."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from dbench.errors import OptionError
+from dbench.options import EngineOptions
+from dbench.serve.engine import EngineLimits
+from dbench.serve.families import FAMILIES, ModelConfig, find_model, read_model_config
+from dbench.serve.validation import RequestLimits
+
+V = TypeVar("V")
+
+
+@dataclass(frozen=True, slots=True)
+class Deployment:
+    """One model on one or more workers of the same size."""
+
+    options: EngineOptions
+    model_dir: Path
+    model: ModelConfig
+    devices: tuple[str, ...]
+    """One worker each; its place is its worker id."""
+    max_model_len: int
+    max_gen_len: int | None
+    kv_max_pages: int
+    mask_token_id: int
+    tokenizer: str
+    served_model_name: str
+
+    def request_limits(self) -> RequestLimits:
+        return RequestLimits(
+            block_length=self.options.block_length,
+            max_gen_len=self.max_gen_len,
+            max_model_len=self.max_model_len,
+            vocabulary_size=self.model.vocab_size,
+            kv_max_pages=self.kv_max_pages,
+            kv_page_size=self.options.kv_page_size,
+        )
+
+    def engine_limits(self) -> EngineLimits:
+        return EngineLimits(
+            max_batch_size=self.options.max_batch_size,
+            max_tokens_per_iteration=self.options.max_tokens_per_iteration,
+            block_length=self.options.block_length,
+            max_model_len=self.max_model_len,
+            queue_policy=self.options.prefill_queue_policy,
+            overlap=self.options.enable_overlap,
+            eos_token_ids=self.model.eos_token_ids,
+            logit_shift=FAMILIES[self.model.family].logit_shift,
+        )
+
+
+def deployment_of(options: EngineOptions) -> Deployment:
+    """Read the model's config.json. Raises OptionError for an option that is still open, and ModelError."""
+    model_dir = find_model(_resolved(options.model, "model"))
+    devices = tuple(device.strip() for device in _resolved(options.gpus, "gpus").split(","))
+    return Deployment(
+        options=options,
+        model_dir=model_dir,
+        model=read_model_config(model_dir),
+        devices=devices,
+        max_model_len=_resolved(options.max_model_len, "max_model_len"),
+        max_gen_len=options.max_gen_len,
+        kv_max_pages=_resolved(options.kv_max_pages, "kv_max_pages"),
+        mask_token_id=_resolved(options.mask_id, "mask_id"),
+        tokenizer=_resolved(options.tokenizer, "tokenizer"),
+        served_model_name=_resolved(options.served_model_name, "served_model_name"),
+    )
+
+
+def _resolved(value: V | None, name: str) -> V:
+    if value is None:
+        raise OptionError(f"{name}: has no value; a server wants options in which everything is resolved")
+    return value

@@ -1,0 +1,126 @@
+"""The gRPC server: which address it binds, which services answer there, and whether health says so."""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+from collections.abc import Callable
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1.health import SERVICE_NAME as HEALTH_SERVICE
+from grpc_health.v1.health import aio as health_aio
+from grpc_reflection.v1alpha import reflection
+
+from dbench.errors import OptionError, one_line
+from dbench.options import ServiceOptions
+from dbench.serve.client_service import SERVICE_NAME, ApiKeyInterceptor, ClientService
+from dbench.serve.hub import Hub
+from dbench.serve.link_service import WorkerLinkService
+from dbench.serve.proto import dbench_pb2 as pb
+from dbench.serve.proto.dbench_pb2_grpc import add_DbenchServicer_to_server, add_WorkerLinkServicer_to_server
+from dbench.serve.wire import MAX_MESSAGE_BYTES, ServerStatus
+
+LINK_SERVICE: str = pb.DESCRIPTOR.services_by_name["WorkerLink"].full_name
+SERVER_OPTIONS = (
+    ("grpc.so_reuseport", 0),  # or a second server could share the port in silence
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.keepalive_time_ms", 30_000),
+    ("grpc.keepalive_timeout_ms", 20_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
+)
+WILDCARDS = {"0.0.0.0": "127.0.0.1", "::": "::1"}
+"""Address that means all of them -> where this machine reaches itself."""
+
+
+def join_host_port(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def check_address(service: ServiceOptions) -> None:
+    """Raises OptionError for an address that must not be bound, or whose port is taken."""
+    host, port = service.host, service.scheduler_port
+    if not is_loopback(host) and not service.allow_insecure_bind:
+        raise OptionError(
+            f"host {host!r}: not a loopback address, and traffic is not encrypted; "
+            "use 127.0.0.1, or --allow-insecure-bind to do it all the same"
+        )
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+    except OSError as error:
+        raise _cannot_bind(host, port, error) from error
+
+
+class Endpoint:
+    """Between `start` and `stop` it answers at `address`."""
+
+    def __init__(
+        self, hub: Hub, service: ServiceOptions, worker_key: str, describe: Callable[[], ServerStatus]
+    ) -> None:
+        self._hub = hub
+        self._service = service
+        self._worker_key = worker_key
+        self._describe = describe
+        self._health = health_aio.HealthServicer()
+        self._server: grpc.aio.Server | None = None
+        self._port = 0
+
+    @property
+    def address(self) -> str:
+        """host:port for clients."""
+        return join_host_port(self._service.host, self._port)
+
+    @property
+    def local_address(self) -> str:
+        """host:port for workers on this machine."""
+        return join_host_port(WILDCARDS.get(self._service.host, self._service.host), self._port)
+
+    async def start(self) -> None:
+        """Bind and answer, with health NOT_SERVING. Raises OptionError."""
+        check_address(self._service)
+        key = self._service.api_key
+        server = grpc.aio.server(options=SERVER_OPTIONS, interceptors=[ApiKeyInterceptor(key)] if key else [])
+        add_DbenchServicer_to_server(ClientService(self._hub, self._describe), server)  # type: ignore[no-untyped-call]
+        add_WorkerLinkServicer_to_server(WorkerLinkService(self._hub, self._worker_key), server)  # type: ignore[no-untyped-call]
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
+        names = (SERVICE_NAME, LINK_SERVICE, HEALTH_SERVICE, reflection.SERVICE_NAME)
+        reflection.enable_server_reflection(names, server)
+        await self.set_serving(False)
+        host, port = self._service.host, self._service.scheduler_port
+        try:
+            self._port = server.add_insecure_port(join_host_port(host, port))
+        except RuntimeError as error:
+            raise _cannot_bind(host, port, error) from error
+        self._server = server
+        await server.start()
+
+    async def set_serving(self, is_serving: bool) -> None:
+        """What the health service says, for the server and for its client service."""
+        kinds = health_pb2.HealthCheckResponse
+        for name in ("", SERVICE_NAME):
+            await self._health.set(name, kinds.SERVING if is_serving else kinds.NOT_SERVING)
+
+    async def stop(self, grace_s: float) -> None:
+        """Answer no new call, and give running ones `grace_s` to end."""
+        if self._server is not None:
+            await self._server.stop(grace_s)
+
+
+def _cannot_bind(host: str, port: int, error: Exception) -> OptionError:
+    reason = error.strerror if isinstance(error, OSError) and error.strerror else one_line(error)
+    return OptionError(
+        f"host {host!r}, scheduler_port {port}: cannot be bound: {reason}; "
+        "choose another --scheduler-port, or 0 for any free one"
+    )

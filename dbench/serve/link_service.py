@@ -1,0 +1,92 @@
+"""The gRPC service that workers dial: one stream per worker, commands down, progress up."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import logging
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+
+from dbench.serve.hub import Hub
+from dbench.serve.proto import dbench_pb2 as pb
+from dbench.serve.proto.dbench_pb2_grpc import WorkerLinkServicer
+from dbench.serve.wire_link import (
+    Command,
+    EngineProgress,
+    Fatal,
+    Hello,
+    Ready,
+    Welcome,
+    WorkerMessage,
+    command_to_message,
+    worker_message_from_message,
+)
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+logger = logging.getLogger(__name__)
+
+
+class WorkerLinkService(WorkerLinkServicer):
+    """Takes in expected workers that know the key; the end of a stream is the end of its worker."""
+
+    def __init__(self, hub: Hub, worker_key: str) -> None:
+        self._hub = hub
+        self._worker_key = worker_key
+
+    async def Connect(self, request_iterator: AsyncIterator[pb.WorkerMessage], context: Context) -> None:
+        messages = aiter(request_iterator)
+        hello = await self._admit(await anext(messages, None), context)
+        commands = self._hub.connect(hello.worker_id)
+        commands.put_nowait(Welcome(hello.worker_id))
+        writer = asyncio.create_task(_write(commands, context))
+        reason = "its stream ended"
+        try:
+            async for message in messages:
+                self._take(hello, worker_message_from_message(message))
+                if hello.worker_id in self._hub.fatal_errors:
+                    break
+        except ValueError as error:
+            reason = f"it sent something that makes no sense: {error}"
+        finally:
+            writer.cancel()
+            self._hub.worker_gone(hello.worker_id, reason)
+
+    async def _admit(self, first: pb.WorkerMessage | None, context: Context) -> Hello:
+        """The Hello of an expected worker; anybody else's call is aborted."""
+        try:
+            hello = worker_message_from_message(first if first is not None else pb.WorkerMessage())
+        except ValueError as error:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+        if not isinstance(hello, Hello):
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "a worker's first message is its hello")
+        if not hmac.compare_digest(hello.worker_key.encode(), self._worker_key.encode()):
+            logger.warning("a worker that calls itself %d was refused: wrong worker key", hello.worker_id)
+            await context.abort(grpc.StatusCode.UNAUTHENTICATED, "wrong worker key; start workers from the server")
+        if not self._hub.is_expected(hello.worker_id):
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, f"worker {hello.worker_id} is not expected")
+        return hello
+
+    def _take(self, hello: Hello, message: WorkerMessage) -> None:
+        """Raises ValueError for a message that has no place here."""
+        match message:
+            case EngineProgress():
+                self._hub.progress(hello.worker_id, message)
+            case Ready():
+                self._hub.worker_ready(hello, message)
+            case Fatal(error):
+                self._hub.fatal_errors[hello.worker_id] = error
+            case Hello():
+                raise ValueError("a second hello")
+
+
+async def _write(commands: asyncio.Queue[Command], context: Context) -> None:
+    """Send commands until cancelled or the stream breaks, which its reader notices too."""
+    try:
+        while True:
+            await context.write(command_to_message(await commands.get()))
+    except Exception as error:
+        logger.debug("the stream of a worker cannot be written: %s", error)

@@ -1,0 +1,132 @@
+"""The worker processes that a server starts on its own machine: start, watch, and end, whatever happens."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+from collections.abc import Callable, Sequence
+
+from dbench.errors import ServerStartError
+from dbench.serve import child
+from dbench.serve.handover import WorkerConfig
+
+MODULE = "dbench.serve.worker"
+READ_BYTES = 65536
+SIGNAL_TIMEOUT_S = 3.0
+
+logger = logging.getLogger(__name__)
+
+
+class LocalWorker:
+    """One worker process; its standard error becomes log lines of this process."""
+
+    def __init__(self, config: WorkerConfig) -> None:
+        self._config = config
+        self.last_line = ""
+        """What it wrote last on standard error."""
+        self.ending = ""
+        """How it ended, in words."""
+        self._process: asyncio.subprocess.Process | None = None
+
+    @property
+    def device(self) -> str:
+        return self._config.device
+
+    @property
+    def worker_id(self) -> int:
+        return self._config.worker_id
+
+    async def start(self) -> None:
+        """Start the process; it dials the scheduler by itself. Raises ServerStartError.
+
+        It gets its own session: Ctrl-C in the terminal is for the server, which drains its workers. It
+        must be called from a thread that lives as long as the server (see child.die_with_parent_thread).
+        """
+        try:
+            self._process = await asyncio.create_subprocess_exec(
+                *child.command(MODULE),
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.DEVNULL,
+                stderr=asyncio.subprocess.PIPE,
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise ServerStartError(f"worker {self.worker_id}: cannot be started: {error}") from error
+        assert self._process.stdin is not None, "the worker was started without a pipe"
+        self._process.stdin.write(self._config.to_json().encode() + b"\n")  # and stays open: its end ends the worker
+
+    async def wait(self) -> str:
+        """Pass its lines on until it has ended; returns how it ended, in words."""
+        process = self._process
+        assert process is not None, "waiting for a worker that was not started"
+        assert process.stderr is not None, "the worker was started without a pipe"
+        buffer = b""
+        while chunk := await process.stderr.read(READ_BYTES):
+            *lines, buffer = (buffer + chunk).split(b"\n")
+            for line in lines:
+                self._pass_on(line)
+        self._pass_on(buffer)
+        code = await process.wait()
+        return f"killed by signal {-code}" if code < 0 else f"exit code {code}"
+
+    def send(self, number: signal.Signals) -> None:
+        """Send a signal, if it is still there."""
+        if self._process is not None and self._process.returncode is None:
+            try:
+                self._process.send_signal(number)
+            except ProcessLookupError:
+                logger.debug("worker %d has ended already", self.worker_id)
+
+    def _pass_on(self, line: bytes) -> None:
+        text = line.decode(errors="replace").rstrip()
+        if text:
+            self.last_line = text
+            logger.info("worker %d: %s", self.worker_id, text)
+
+
+class LocalWorkers:
+    """All local workers; `gone` is told of every one that ends, with how."""
+
+    def __init__(self, configs: Sequence[WorkerConfig], gone: Callable[[int, str], None]) -> None:
+        self.workers = [LocalWorker(config) for config in configs]
+        self._gone = gone
+        self._watches: dict[int, asyncio.Task[None]] = {}
+
+    async def start(self) -> None:
+        """Start all processes and watch them. Raises ServerStartError; call `end` in any case."""
+        for worker in self.workers:
+            await worker.start()
+            self._watches[worker.worker_id] = asyncio.create_task(self._watch(worker))
+
+    async def wait(self, timeout_s: float) -> None:
+        """Wait until all have ended, at most so long."""
+        watches = [self._watches[worker.worker_id] for worker in self._running()]
+        if watches:
+            await asyncio.wait(watches, timeout=timeout_s)
+
+    async def end(self) -> None:
+        """Return with none left: ask those that still run, and at last kill them."""
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            for worker in self._running():
+                logger.debug("worker %d still runs and gets %s", worker.worker_id, number.name)
+                worker.send(number)
+            await self.wait(SIGNAL_TIMEOUT_S)
+
+    def kill(self) -> None:
+        """End all at once, without waiting."""
+        for worker in self.workers:
+            worker.send(signal.SIGKILL)
+
+    async def first_ended(self) -> LocalWorker:
+        """Wait until any of them has ended."""
+        while not (ended := [worker for worker in self.workers if worker not in self._running()]):
+            await asyncio.wait(self._watches.values(), return_when=asyncio.FIRST_COMPLETED)
+        return ended[0]
+
+    async def _watch(self, worker: LocalWorker) -> None:
+        worker.ending = await worker.wait()
+        self._gone(worker.worker_id, f"its process ended ({worker.ending})")
+
+    def _running(self) -> list[LocalWorker]:
+        return [w for w in self.workers if w.worker_id in self._watches and not self._watches[w.worker_id].done()]

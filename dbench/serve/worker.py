@@ -1,0 +1,165 @@
+"""A worker process: one device, one engine, one stream to the scheduler.
+
+`python -m dbench.serve.worker` reads a WorkerConfig from standard input. The main thread is the engine
+loop. torch is imported only once the scheduler has taken the worker in.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import signal
+import sys
+from collections.abc import Iterable
+
+from dbench.errors import DbenchError, RequestError, ServerUnavailable, one_line
+from dbench.serve import child
+from dbench.serve.deployment import Deployment, deployment_of
+from dbench.serve.engine import Engine
+from dbench.serve.handover import WorkerConfig
+from dbench.serve.pages import PagePool
+from dbench.serve.runner import Runner
+from dbench.serve.sequence import BlockEnd, BlockOutcome, BlockTask
+from dbench.serve.wire_link import CancelBlock, Command, Drain, Fatal, Hello, Ready, RunBlock, Welcome
+from dbench.serve.worker_stream import Report, StreamEnded, WorkerStream
+
+SWITCH_INTERVAL_S = 0.0005
+"""Python's default of 5 ms, for which a busy I/O thread may hold up the engine, is a whole decode step."""
+
+logger = logging.getLogger(__name__)
+
+
+class WorkerLoop:
+    """The engine loop: commands in, one iteration, one report out."""
+
+    def __init__(self, engine: Engine, stream: WorkerStream) -> None:
+        self._engine = engine
+        self._stream = stream
+        self._iteration = 0
+        self._is_draining = False
+        self._refused: list[BlockEnd] = []
+
+    def run(self) -> None:
+        """Until a drain is done. Raises ServerUnavailable when the stream is lost."""
+        while True:
+            report = self._engine.step()
+            events = tuple(self._engine.take_events())
+            ended = (*self._take_refused(), *(report.ended if report is not None else ()))
+            if report is not None:
+                self._iteration += 1
+            if report is not None or events or ended:
+                refreshed = report.refreshed if report is not None else ()
+                self._stream.send(Report(self._iteration, refreshed, ended, events))
+            if report is not None:
+                self._obey(self._stream.commands())
+            elif self._is_draining:
+                return
+            else:
+                self._obey(self._stream.wait_for_commands())
+
+    def _obey(self, commands: Iterable[Command | StreamEnded]) -> None:
+        for command in commands:
+            match command:
+                case RunBlock(task):
+                    self._take(task)
+                case CancelBlock(key):
+                    self._engine.cancel(key)
+                case Drain():
+                    self._is_draining = True
+                case StreamEnded(reason):
+                    raise ServerUnavailable(f"the stream to the scheduler ended: {reason}")
+                case Welcome():
+                    raise ServerUnavailable("the scheduler said welcome twice")
+
+    def _take(self, task: BlockTask) -> None:
+        try:
+            if self._is_draining:
+                raise RequestError("the worker is draining and takes nothing new")
+            self._engine.submit(task)
+        except RequestError as error:
+            self._refused.append(BlockEnd(task.key, BlockOutcome.FAILED, (), False, str(error), None, ()))
+
+    def _take_refused(self) -> list[BlockEnd]:
+        refused, self._refused = self._refused, []
+        return refused
+
+
+def build_engine(deployment: Deployment, config: WorkerConfig) -> tuple[Engine, Runner]:
+    """Load the model, run one forward pass, and put an engine on top. Raises ModelError."""
+    from dbench.serve.torch_runner import RunnerConfig, build_runner
+
+    options = deployment.options
+    runner = build_runner(
+        RunnerConfig(
+            model_dir=deployment.model_dir,
+            load_format=options.load_format,
+            dtype=options.dtype,
+            device=config.device,
+            seed=options.server_seed,
+            num_pages=deployment.kv_max_pages,
+            page_size=options.kv_page_size,
+            num_slots=options.max_batch_size,
+            block_length=options.block_length,
+            mask_token_id=deployment.mask_token_id,
+            num_threads=config.num_threads,
+        )
+    )
+    runner.warm_up()
+    pages = PagePool(deployment.kv_max_pages, options.kv_page_size)
+    return Engine(runner, pages, deployment.engine_limits(), worker_id=config.worker_id), runner
+
+
+def wait_for_welcome(stream: WorkerStream, worker_id: int) -> None:
+    """Raises ServerUnavailable unless the scheduler takes this worker in."""
+    match stream.wait_for_commands():
+        case [Welcome(taken_as)] if taken_as == worker_id:
+            return
+        case [StreamEnded(reason), *_]:
+            raise ServerUnavailable(f"worker {worker_id} was not taken in: {reason}")
+        case other:
+            raise ServerUnavailable(f"worker {worker_id} waited for a welcome, got {other}")
+
+
+def run_worker(config: WorkerConfig, stream: WorkerStream) -> None:
+    """Load, report ready, and work until drained. Raises DbenchError, or whatever broke the engine."""
+    wait_for_welcome(stream, config.worker_id)
+    deployment = deployment_of(config.engine)
+    engine, runner = build_engine(deployment, config)
+    gc.collect()
+    gc.freeze()
+    stream.send(Ready(deployment.kv_max_pages, deployment.options.kv_page_size, deployment.max_model_len))
+    try:
+        WorkerLoop(engine, stream).run()
+    finally:
+        runner.close()
+
+
+def main() -> int:
+    """Run one worker process; returns its exit code."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal; the parent decides
+    child.die_with_parent_thread()
+    line = child.read_config_line()
+    child.end_with_parent()
+    config = WorkerConfig.from_json(line)
+    child.log_to_stderr(config.log_level)
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    stream = WorkerStream(config.scheduler, Hello(config.worker_key, config.worker_id, config.device, os.getpid()))
+    stream.start()
+    exit_code = 0
+    try:
+        run_worker(config, stream)
+    except DbenchError as error:
+        logger.error("%s", error)
+        stream.send(Fatal(str(error)))
+        exit_code = error.exit_code
+    except Exception as error:
+        logger.exception("worker %d cannot go on", config.worker_id)
+        stream.send(Fatal(f"{type(error).__name__}: {one_line(error)}"))
+        exit_code = 1
+    stream.close()
+    return exit_code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

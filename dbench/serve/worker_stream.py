@@ -1,0 +1,145 @@
+"""A worker's end of the stream to its scheduler.
+
+One thread reads commands into an inbox; gRPC's own sender thread takes messages from an outbox, turns
+them into JSON and protobuf there, and adds a heartbeat when nothing was said for a second.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+
+from dbench.errors import one_line
+from dbench.events import Event, event_to_json
+from dbench.serve.proto import dbench_pb2 as pb
+from dbench.serve.proto.dbench_pb2_grpc import WorkerLinkStub
+from dbench.serve.sequence import BlockEnd, BlockKey
+from dbench.serve.wire import MAX_MESSAGE_BYTES
+from dbench.serve.wire_link import (
+    Command,
+    EngineProgress,
+    Fatal,
+    Hello,
+    Ready,
+    command_from_message,
+    worker_message_to_message,
+)
+
+HEARTBEAT_S = 1.0
+CLOSE_TIMEOUT_S = 5.0
+CHANNEL_OPTIONS = (
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class StreamEnded:
+    """The last thing in an inbox: nothing can be sent or received any more."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What one engine iteration brought; it becomes an EngineProgress in the sender thread."""
+
+    iteration: int
+    refreshed: tuple[BlockKey, ...]
+    ended: tuple[BlockEnd, ...]
+    events: tuple[Event, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Close:
+    """Ends the outbox."""
+
+
+class WorkerStream:
+    """Between `start` and `close`; `send` and the inbox may be used from one thread."""
+
+    def __init__(self, address: str, hello: Hello) -> None:
+        self._address = address
+        self._hello = hello
+        self._inbox: queue.SimpleQueue[Command | StreamEnded] = queue.SimpleQueue()
+        self._outbox: queue.SimpleQueue[Ready | Fatal | Report | _Close] = queue.SimpleQueue()
+        self._channel: grpc.Channel | None = None
+        self._reader = threading.Thread(target=self._read, name="stream-reader", daemon=True)
+
+    def start(self) -> None:
+        """Dial the scheduler; what comes of it is in the inbox."""
+        self._channel = grpc.insecure_channel(self._address, options=CHANNEL_OPTIONS)
+        self._reader.start()
+
+    def send(self, message: Ready | Fatal | Report) -> None:
+        """Queue a message; returns at once."""
+        self._outbox.put(message)
+
+    def wait_for_commands(self) -> list[Command | StreamEnded]:
+        """All commands that have come; waits for the first."""
+        return [self._inbox.get(), *self.commands()]
+
+    def commands(self) -> list[Command | StreamEnded]:
+        """All commands that have come; does not wait."""
+        found: list[Command | StreamEnded] = []
+        while True:
+            try:
+                found.append(self._inbox.get_nowait())
+            except queue.Empty:
+                return found
+
+    def close(self) -> None:
+        """Send what is queued, end the stream and hang up."""
+        self._outbox.put(_Close())
+        if self._channel is not None:
+            self._reader.join(CLOSE_TIMEOUT_S)
+            self._channel.close()
+
+    def _read(self) -> None:
+        assert self._channel is not None, "the stream reads before it was started"
+        stub: Any = WorkerLinkStub(self._channel)  # type: ignore[no-untyped-call]
+        try:
+            for message in stub.Connect(self._messages()):
+                self._inbox.put(command_from_message(message))
+            reason = "the scheduler closed the stream"
+        except grpc.RpcError as error:
+            reason = _details(error)
+        except ValueError as error:
+            reason = one_line(error)
+        self._inbox.put(StreamEnded(reason))
+
+    def _messages(self) -> Iterator[pb.WorkerMessage]:
+        """Runs in gRPC's sender thread."""
+        yield worker_message_to_message(self._hello)
+        iteration = 0
+        while True:
+            try:
+                item = self._outbox.get(timeout=HEARTBEAT_S)
+            except queue.Empty:
+                yield worker_message_to_message(EngineProgress(time.monotonic(), iteration))
+                continue
+            match item:
+                case _Close():
+                    return
+                case Report():
+                    iteration = item.iteration
+                    lines = tuple(event_to_json(event) for event in item.events)
+                    progress = EngineProgress(time.monotonic(), iteration, item.refreshed, item.ended, lines)
+                    yield worker_message_to_message(progress)
+                case _:
+                    yield worker_message_to_message(item)
+
+
+def _details(error: object) -> str:
+    """What the other side said; gRPC's errors are also calls, which their declared type hides."""
+    return one_line(error.details() or str(error.code()) if isinstance(error, grpc.Call) else str(error))
