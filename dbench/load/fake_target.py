@@ -140,7 +140,7 @@ class InProcessTarget:
         for event in tuple(self._events):
             yield event
 
-    async def close(self) -> None:
+    async def aclose(self) -> None:
         """Nothing to give back."""
 
     async def _serve(self, request: LoadRequest, request_id: str) -> Outcome:
@@ -257,7 +257,7 @@ class NoopTarget:
         for event in nothing:
             yield event
 
-    async def close(self) -> None:
+    async def aclose(self) -> None:
         """Nothing to give back."""
 
 
