@@ -24,7 +24,6 @@ from dbench.measure.blocks import block_times
 from dbench.measure.run_data import COMPLETED, RunData, load_run
 from dbench.measure.summary import Distribution, RunSummary, lag_limit, summarize
 from dbench.measure.workers import (
-    batch_table,
     pending_mean,
     pending_quantile,
     worker_summary,
@@ -87,8 +86,8 @@ def request_table(data: RunData) -> pd.DataFrame:
             "index": raw["index"],
             "status": raw["status"],
             "error": raw["error"],
-            "intended_time": raw["intended_s"] - data.start_s,
-            "completion_time": raw["done_s"] - data.start_s,
+            "intended_time": raw["intended_s"] - data.window.start_s,
+            "completion_time": raw["done_s"] - data.window.start_s,
             "num_block_retries": raw["num_block_retries"],
             **{name: raw[name] for name in REQUEST_METRICS},
         }
@@ -106,13 +105,18 @@ def block_table(data: RunData) -> pd.DataFrame:
             "block_index": blocks["block_index"],
             "worker_id": blocks["worker_id"],
             "outcome": blocks["outcome"],
-            "end_time": blocks["finished_s"] - data.start_s,
+            "end_time": blocks["finished_s"] - data.window.start_s,
             **block_times(blocks),
             "block_num_forward_passes": blocks["num_passes"],
             "block_num_tokens": blocks["num_tokens"],
             "block_num_attempts": blocks["num_attempts"],
         }
     )
+
+
+def batch_table(data: RunData) -> pd.DataFrame:
+    """One row per batch that ran in the window, by worker and time."""
+    return data.batches
 
 
 def judged_requests(data: RunData, warmup_share: float = WARMUP_SHARE) -> pd.DataFrame:
@@ -133,8 +137,8 @@ def judged_window(data: RunData, warmup_share: float = WARMUP_SHARE) -> tuple[fl
     if judged.empty:
         raise RunError(f"{data.run_dir}: no request was sent after the warm-up of {warmup_share:.0%}; nothing to judge")
     ends = judged["done_s"]
-    end_s = float(ends.max()) if bool(ends.notna().all()) else data.end_s
-    return float(judged["intended_s"].iloc[0]) - data.start_s, end_s - data.start_s
+    end_s = float(ends.max()) if bool(ends.notna().all()) else data.window.end_s
+    return float(judged["intended_s"].iloc[0]) - data.window.start_s, end_s - data.window.start_s
 
 
 def metric_values(

@@ -23,7 +23,8 @@ from dbench.events import (
     WorkerUp,
     event_to_json,
 )
-from dbench.measure.run_data import EventLog, RunData, run_data
+from dbench.measure.event_log import EventLog
+from dbench.measure.run_data import RunData, run_data
 
 START_S = 1000.0
 

@@ -12,19 +12,19 @@ below, then one column per entry of REQUEST_METRICS. Moments are seconds of the 
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar, cast
 
 import numpy as np
 import pandas as pd
 
+from dbench import __version__
 from dbench.errors import UsageError
 from dbench.events import (
+    SCHEMA_VERSION,
+    BatchExecuted,
     BlockFinished,
-    Event,
+    BlockRouted,
     LoadDrawn,
     RequestArrived,
     RequestDone,
@@ -32,9 +32,13 @@ from dbench.events import (
     RequestSent,
     RunEnded,
     RunStarted,
+    WorkerState,
+    WorkerUp,
     read_events,
 )
 from dbench.measure.blocks import DONE, StepTimes, block_frame, block_sums, step_times
+from dbench.measure.event_log import EventLog, Window
+from dbench.measure.intervals import batch_frame, scheduler_intervals, worker_intervals
 from dbench.metric_names import REQUEST_METRICS
 
 EVENTS_FILE = "events.jsonl"
@@ -43,39 +47,15 @@ COMPLETED = "COMPLETED"
 UNFINISHED = "UNFINISHED"
 """Status of a request that was sent and whose end the file does not hold."""
 
-E = TypeVar("E", bound=Event)
-
-
-class EventLog:
-    """The events of a run by type, each in file order."""
-
-    def __init__(self, events: Iterable[Event]) -> None:
-        self._by_type: dict[type[Event], list[Event]] = defaultdict(list)
-        self.last_s = 0.0
-        for event in events:
-            self._by_type[type(event)].append(event)
-            self.last_s = max(self.last_s, event.at_s)
-
-    def of(self, kind: type[E]) -> list[E]:
-        return cast(list[E], self._by_type.get(kind, []))
-
-    def last(self, kind: type[E]) -> E | None:
-        found = self.of(kind)
-        return found[-1] if found else None
-
 
 @dataclass(frozen=True, slots=True)
 class RunData:
     """One run, loaded; nothing in it is changed after."""
 
     run_dir: Path
-    log: EventLog
     seen_from: str
     """client, or server for a folder that holds only the server's events."""
-    start_s: float
-    """t = 0: the first intended send of a measured request."""
-    end_s: float
-    """When the last measured request was final; the last event where one is not."""
+    window: Window
     num_requests: int
     """Measured requests that were drawn."""
     offered_qps: float | None
@@ -86,6 +66,12 @@ class RunData:
     blocks: pd.DataFrame
     """See `blocks.py`."""
     steps: StepTimes
+    workers: tuple[int, ...]
+    """Every worker that any event names."""
+    worker_intervals: pd.DataFrame
+    scheduler_intervals: pd.DataFrame
+    batches: pd.DataFrame
+    """See `intervals.py`."""
 
 
 def load_run(run_dir: Path) -> RunData:
@@ -101,6 +87,12 @@ def load_run(run_dir: Path) -> RunData:
             log = EventLog(read_events(lines))
     except ValueError as error:
         raise UsageError(f"{path}: {error}; the file was changed, or another version of dbench wrote it") from None
+    started = log.last(RunStarted)
+    if started and started.schema_version != SCHEMA_VERSION:
+        raise UsageError(
+            f"{path}: events of schema {started.schema_version}, and this dbench {__version__} reads "
+            f"schema {SCHEMA_VERSION}; use the version that wrote them"
+        )
     return run_data(run_dir, log)
 
 
@@ -110,20 +102,20 @@ def run_data(run_dir: Path, log: EventLog) -> RunData:
     requests = _client_requests(log) if seen_from == "client" else _server_requests(log)
     requests = requests.sort_values(["intended_s", "index"], kind="stable").reset_index(drop=True)
     started = log.last(RunStarted)
-    first_s = float(requests["intended_s"].min()) if len(requests) else log.last_s
-    requests["start_s"] = started.at_s if started else first_s
+    start_s = started.at_s if started else float(requests["intended_s"].min()) if len(requests) else log.last_s
+    requests["start_s"] = start_s
     rows = {request_id: row for row, request_id in enumerate(requests["request_id"])}
     finished = [event for event in log.of(BlockFinished) if event.request_id in rows]
     blocks = block_frame(finished, rows)
     steps = step_times(finished, blocks)
     requests = requests.join(block_sums(blocks, steps, len(requests)))
     all_final = len(requests) > 0 and bool(requests["done_s"].notna().all())
+    end_s = float(requests["done_s"].max()) if all_final else log.last_s
+    window = Window(start_s, max(start_s, end_s))
     return RunData(
         run_dir=run_dir,
-        log=log,
         seen_from=seen_from,
-        start_s=started.at_s if started else first_s,
-        end_s=float(requests["done_s"].max()) if all_final else max(log.last_s, first_s),
+        window=window,
         num_requests=started.num_requests if started else len(requests),
         offered_qps=started.offered_qps if started else None,
         load=log.last(LoadDrawn),
@@ -131,7 +123,17 @@ def run_data(run_dir: Path, log: EventLog) -> RunData:
         requests=_with_metrics(requests),
         blocks=blocks,
         steps=steps,
+        workers=_workers(log),
+        worker_intervals=worker_intervals(log, window),
+        scheduler_intervals=scheduler_intervals(log, window),
+        batches=batch_frame(log, window),
     )
+
+
+def _workers(log: EventLog) -> tuple[int, ...]:
+    named = {e.worker_id for e in log.of(WorkerUp)} | {e.worker_id for e in log.of(BlockRouted)}
+    named |= {e.worker_id for e in log.of(WorkerState)} | {e.worker_id for e in log.of(BatchExecuted)}
+    return tuple(sorted(named))
 
 
 def _client_requests(log: EventLog) -> pd.DataFrame:

@@ -8,7 +8,6 @@ import numpy as np
 import pandas as pd
 from numpy.typing import ArrayLike
 
-from dbench.events import WorkerUp
 from dbench.measure.run_data import COMPLETED, UNFINISHED, RunData
 from dbench.quantiles import quantile, quantiles
 
@@ -93,7 +92,7 @@ def summarize(data: RunData) -> RunSummary:
     requests = data.requests
     completed = requests[requests["status"] == COMPLETED]
     num_unfinished = int((requests["status"] == UNFINISHED).sum())
-    wall = float(completed["done_s"].max()) - data.start_s if len(completed) else 0.0
+    wall = float(completed["done_s"].max()) - data.window.start_s if len(completed) else 0.0
     tokens, passes = int(completed["num_gen_tokens"].sum()), int(completed["num_forward_passes"].sum())
     lag = _distribution(requests["request_client_lag"])
     latency = _distribution(completed["request_e2e_time"])
@@ -127,7 +126,7 @@ def summarize(data: RunData) -> RunSummary:
         achieved_qps=requests_per_sec,
         unaccounted_share_p50=_median(completed["request_unaccounted_time"] / completed["request_e2e_time"]),
         num_block_retries=int(requests["num_block_retries"].sum()),
-        workers=tuple(sorted({e.worker_id for e in data.log.of(WorkerUp)} | set(used.tolist()))),
+        workers=data.workers,
         workers_used=tuple(sorted(set(used.tolist()))),
         seed=load.seed if load else None,
         arrivals=load.arrivals if load else "",

@@ -1,0 +1,70 @@
+"""How results reach the disk: whole or not at all, CSV values to four decimals, the schema version in every file.
+
+A CSV carries the version in its last column, a JSON object in its first key.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dbench.events import SCHEMA_VERSION
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+DECIMALS = 4
+SCHEMA_COLUMN = "schema_version"
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A path beside `path` to write to; takes its place when the block ends, and is removed if it raises."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        yield temporary
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def write_text(path: Path, text: str) -> None:
+    with replacing(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")
+
+
+def write_json(path: Path, record: Mapping[str, Any]) -> None:
+    """NaN becomes null, infinities the texts "inf" and "-inf", as in events.jsonl."""
+    plain = {SCHEMA_COLUMN: SCHEMA_VERSION, **{name: _plain(value) for name, value in record.items()}}
+    write_text(path, json.dumps(plain, indent=1, allow_nan=False) + "\n")
+
+
+def write_csv(path: Path, table: pd.DataFrame) -> None:
+    """The table without its index; a missing value is an empty cell, an infinite one `inf`."""
+    with replacing(path) as temporary:
+        stamped = rounded(table).assign(**{SCHEMA_COLUMN: SCHEMA_VERSION})
+        stamped.to_csv(temporary, index=False, float_format=f"%.{DECIMALS}f", lineterminator="\n")
+
+
+def rounded(table: pd.DataFrame) -> pd.DataFrame:
+    """The values that a CSV holds: to four decimals, and no negative zero."""
+    result = table.copy()
+    for name in table.select_dtypes("float").columns:
+        result[name] = table[name].round(DECIMALS) + 0.0
+    return result
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {name: _plain(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None if math.isnan(value) else str(value)
+    return value
