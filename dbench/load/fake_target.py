@@ -106,13 +106,16 @@ class InProcessTarget:
 
     async def generate(self, request: LoadRequest, accepted: Callable[[str], None]) -> Outcome:
         self._check_reachable()
+        if request.gen_length < 1 or request.gen_length % self._info.block_length:
+            wanted = f"no positive multiple of block_length {self._info.block_length}"
+            return Outcome("", ERROR, (), 0, None, f"gen_length {request.gen_length} is {wanted}")
         request_id = f"fake-{self._num_accepted}"
         self._num_accepted += 1
         accepted(request_id)
         num_prompt_tokens = len(request.prompt_token_ids)
         self._record(RequestArrived(_now(), "scheduler", request_id, num_prompt_tokens, request.gen_length))
         if self._num_accepted == self.script.lost_at:
-            self._lost.set()
+            self.lose()
         try:
             outcome = await self._serve(request, request_id)
         except asyncio.CancelledError:
@@ -143,6 +146,10 @@ class InProcessTarget:
     async def aclose(self) -> None:
         """Nothing to give back."""
 
+    def lose(self) -> None:
+        """Go away for good."""
+        self._lost.set()
+
     async def _serve(self, request: LoadRequest, request_id: str) -> Outcome:
         """Wait for a server, then work block by block."""
         ready_s = _now()
@@ -153,7 +160,7 @@ class InProcessTarget:
             self._wait(-1)
         worker_id = self._free.popleft()
         self._set_state(worker_id, "busy")
-        num_blocks = max(1, request.gen_length // self._info.block_length)
+        num_blocks = request.gen_length // self._info.block_length
         block_s = self.script.service_time(request) / num_blocks
         first_block_s = None
         try:

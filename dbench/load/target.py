@@ -18,7 +18,7 @@ from dbench.progress import WorkerProgress
 from dbench.serve.client import Client
 from dbench.serve.sequence import SamplingParameters as SamplingParameters
 from dbench.serve.sequence import Status
-from dbench.serve.wire import Accepted, FinishedBlock, PollState, Submission, WorkerStatus
+from dbench.serve.wire import Accepted, FinishedBlock, PollState, Submission, worker_progress
 
 COMPLETED, ERROR, CANCELLED = str(Status.COMPLETED), str(Status.ERROR), str(Status.CANCELLED)
 """How a request can end."""
@@ -150,7 +150,7 @@ class GrpcTarget:
         )
 
     async def workers(self) -> tuple[WorkerProgress, ...]:
-        return tuple(_worker_progress(worker) for worker in (await self._client.status()).workers)
+        return tuple(worker_progress(worker) for worker in (await self._client.status()).workers)
 
     async def generate(self, request: LoadRequest, accepted: Callable[[str], None]) -> Outcome:
         submission = Submission(
@@ -212,17 +212,3 @@ class GrpcTarget:
             sent_s = time.monotonic()
             status = await self._client.status()
             self._offset.add(sent_s, status.now_s, time.monotonic())
-
-
-def _worker_progress(worker: WorkerStatus) -> WorkerProgress:
-    return WorkerProgress(
-        worker_id=worker.worker_id,
-        device=worker.device,
-        state=worker.state,
-        queue_depth_waiting=worker.queue_depth_waiting,
-        queue_depth_active=worker.queue_depth_active,
-        pages_used=worker.pages_used,
-        pages_total=worker.pages_total,
-        num_forward_passes=worker.num_forward_passes,
-        num_unmasked_tokens=worker.num_unmasked_tokens,
-    )
