@@ -1,0 +1,115 @@
+"""A scheduler with workers made of nothing but their messages, and a clock that the test moves."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from itertools import count
+
+from dbench.events import Event
+from dbench.serve.fleet import Fleet
+from dbench.serve.policy import PREFILL_ROUTES, RouteState
+from dbench.serve.scheduler import Scheduler, SchedulerRules
+from dbench.serve.sequence import BlockEnd, BlockKey, BlockOutcome, BlockStep, BlockTask, BlockTimes
+from dbench.serve.tracking import TrackedRequest
+from dbench.serve.validation import RequestLimits
+from dbench.serve.wire import Submission
+from dbench.serve.wire_link import Command, EngineProgress, Hello, Ready, RunBlock
+
+BLOCK = 4
+MASK_ID = 90
+LIMITS = RequestLimits(
+    block_length=BLOCK, max_gen_len=None, max_model_len=64, vocabulary_size=100, kv_max_pages=32, kv_page_size=4
+)
+
+
+def rules(
+    limits: RequestLimits = LIMITS, *, retries: int = 2, queued: int = 100, retention_number: int = 100
+) -> SchedulerRules:
+    return SchedulerRules(limits, MASK_ID, retries, queued, retention_s=60.0, retention_number=retention_number)
+
+
+class Rig:
+    """Drives a scheduler; keeps every command and event it gave."""
+
+    def __init__(
+        self, num_workers: int = 2, given: SchedulerRules | None = None, policy: str = "round_robin", ready: bool = True
+    ) -> None:
+        ids = (f"r{number}" for number in count())
+        self.fleet = Fleet(["cpu"] * num_workers)
+        self.scheduler = Scheduler(
+            given or rules(), self.fleet, PREFILL_ROUTES[policy], RouteState(random.Random(0)), lambda: next(ids)
+        )
+        self.now_s = 100.0
+        self.commands: list[tuple[int, Command]] = []
+        self.events: list[Event] = []
+        self.changed: list[str] = []
+        if ready:
+            for worker_id in range(num_workers):
+                self.ready(worker_id)
+
+    def take(self) -> None:
+        output = self.scheduler.take_output()
+        self.commands += output.commands
+        self.events += output.events
+        self.changed += output.changed
+
+    def ready(self, worker_id: int) -> None:
+        self.scheduler.worker_ready(Hello("key", worker_id, "cpu", 1000 + worker_id), Ready(32, 4, 64), self.now_s)
+        self.take()
+
+    def submit(self, prompt: tuple[int, ...] = (1, 2, 3), gen_length: int = BLOCK, **given: object) -> TrackedRequest:
+        tracked = self.scheduler.submit(Submission(prompt, gen_length, **given), self.now_s)  # type: ignore[arg-type]
+        self.take()
+        return tracked
+
+    def cancel(self, request_id: str) -> str:
+        status = self.scheduler.cancel(request_id, self.now_s)
+        self.take()
+        return status
+
+    def lose(self, worker_id: int, reason: str = "its stream ended") -> None:
+        self.scheduler.worker_gone(worker_id, reason, self.now_s)
+        self.take()
+
+    def progress(
+        self,
+        worker_id: int,
+        *ended: BlockEnd,
+        refreshed: tuple[BlockKey, ...] = (),
+        lines: tuple[str, ...] = (),
+        worker_now_s: float | None = None,
+    ) -> None:
+        worker_now_s = self.now_s if worker_now_s is None else worker_now_s
+        self.scheduler.progress(worker_id, EngineProgress(worker_now_s, 1, refreshed, ended, lines), self.now_s)
+        self.take()
+
+    def tasks(self) -> Iterator[tuple[int, BlockTask]]:
+        """Every block sent so far, with its worker."""
+        return ((worker_id, command.task) for worker_id, command in self.commands if isinstance(command, RunBlock))
+
+    def last_task(self) -> tuple[int, BlockTask]:
+        return list(self.tasks())[-1]
+
+    def finish_block(self, first_id: int = 10) -> None:
+        """The worker of the last block sent answers that it is done."""
+        worker_id, task = self.last_task()
+        self.progress(worker_id, done(task, tuple(range(first_id, first_id + task.block_length))))
+
+    def of(self, kind: type[Event]) -> list[Event]:
+        return [event for event in self.events if isinstance(event, kind)]
+
+
+def done(task: BlockTask, token_ids: tuple[int, ...], *, found_eos: bool = False) -> BlockEnd:
+    """Two steps, a second apart."""
+    steps = (BlockStep(2.0, 1), BlockStep(3.0, len(token_ids) - 1))
+    times = BlockTimes(0.5, 1.0, 2.0, 2.0, 3.0)
+    return BlockEnd(task.key, BlockOutcome.DONE, token_ids, found_eos, "", times, steps)
+
+
+def failed(task: BlockTask, error: str = "non-finite logits in step 2") -> BlockEnd:
+    return BlockEnd(task.key, BlockOutcome.FAILED, (), False, error, None, ())
+
+
+def cancelled(task: BlockTask) -> BlockEnd:
+    return BlockEnd(task.key, BlockOutcome.CANCELLED, (), False, "", None, ())
