@@ -76,6 +76,8 @@ WARMUP_SHARE = 0.2
 
 _ROUNDING = 1e-9
 
+_COUNTS = tuple(n for n, m in REQUEST_METRICS.items() if m.unit in ("1", "tokens") and not m.is_distribution)
+
 
 def request_table(data: RunData) -> pd.DataFrame:
     """One row per measured request: what it is, when it was (seconds from t = 0), and every request metric."""
@@ -89,7 +91,7 @@ def request_table(data: RunData) -> pd.DataFrame:
             "intended_time": raw["intended_s"] - data.window.start_s,
             "completion_time": raw["done_s"] - data.window.start_s,
             "num_block_retries": raw["num_block_retries"],
-            **{name: raw[name] for name in REQUEST_METRICS},
+            **{name: _counts(raw[name]) if name in _COUNTS else raw[name] for name in REQUEST_METRICS},
         }
     )
 
@@ -161,10 +163,7 @@ def metric_values(
         )
     if not is_distribution:
         return judged[name].where(completed, failure).to_numpy(dtype=np.float64)
-    known = {
-        "request_time_between_tokens": data.steps.gaps,
-        "request_tokens_unmasked_per_forward_pass": data.steps.tokens_per_pass,
-    }[name].of_rows(judged.index[completed].to_numpy(dtype=np.int64))
+    known = data.steps.by_metric[name].of_rows(judged.index[completed].to_numpy(dtype=np.int64))
     return np.concatenate([known, np.full(int(judged.loc[~completed, "gen_length"].sum()), failure)])
 
 
@@ -208,6 +207,11 @@ def goodput(
     judged = judged_requests(data, warmup_share)
     completed = judged[judged["status"] == COMPLETED]
     return float(predicate(completed).sum()) / (end - start) if end > start else 0.0
+
+
+def _counts(values: pd.Series) -> pd.Series:
+    """Whole numbers, or missing."""
+    return values.astype("Int64")
 
 
 def _some(data: RunData, metric: str, warmup_share: float, failure: float) -> NDArray[np.float64]:

@@ -82,7 +82,8 @@ def save_figure(table: pd.DataFrame, stem: Path, title: Title, draw: Callable[[p
     """Write the table to `stem`.csv and the figure of the very same values to `stem`.png."""
     write_csv(stem.with_name(f"{stem.name}.csv"), table)
     with style():
-        write_png(draw(rounded(table), title), stem.with_name(f"{stem.name}.png"))
+        figure = draw(rounded(table), title) if len(table) else _empty_figure(title)
+        write_png(figure, stem.with_name(f"{stem.name}.png"))
 
 
 @contextmanager
@@ -182,6 +183,14 @@ def utilization_figure(table: pd.DataFrame, title: Title) -> Figure:
         axes.set_xlabel("")
     if shown:
         legend_above(rows[0])
+    return figure
+
+
+def _empty_figure(title: Title) -> Figure:
+    figure, (axes,) = new_figure(title)
+    axes.text(0.5, 0.5, "nothing recorded", transform=axes.transAxes, ha="center", va="center", color=GREY)
+    axes.set_xticks([])
+    axes.set_yticks([])
     return figure
 
 

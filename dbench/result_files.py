@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -45,17 +45,22 @@ def write_json(path: Path, record: Mapping[str, Any]) -> None:
     write_text(path, json.dumps(plain, indent=1, allow_nan=False) + "\n")
 
 
-def write_csv(path: Path, table: pd.DataFrame) -> None:
-    """The table without its index; a missing value is an empty cell, an infinite one `inf`."""
+def write_csv(path: Path, table: pd.DataFrame, exact: Sequence[str] = ()) -> None:
+    """The table without its index; a missing value is an empty cell, an infinite one `inf`.
+
+    The columns in `exact` keep twelve significant digits: a rate of 0.00123 needs more than four decimals.
+    """
     with replacing(path) as temporary:
-        stamped = rounded(table).assign(**{SCHEMA_COLUMN: SCHEMA_VERSION})
+        stamped = rounded(table, exact).assign(**{SCHEMA_COLUMN: SCHEMA_VERSION})
+        for name in exact:
+            stamped[name] = [f"{value:.12g}" for value in table[name]]
         stamped.to_csv(temporary, index=False, float_format=f"%.{DECIMALS}f", lineterminator="\n")
 
 
-def rounded(table: pd.DataFrame) -> pd.DataFrame:
+def rounded(table: pd.DataFrame, exact: Sequence[str] = ()) -> pd.DataFrame:
     """The values that a CSV holds: to four decimals, and no negative zero."""
     result = table.copy()
-    for name in table.select_dtypes("float").columns:
+    for name in table.select_dtypes("float").columns.difference(list(exact)):
         result[name] = table[name].round(DECIMALS) + 0.0
     return result
 

@@ -44,6 +44,13 @@ class StepTimes:
     tokens_per_pass: Values
     """request_tokens_unmasked_per_forward_pass, one value per pass."""
 
+    @property
+    def by_metric(self) -> dict[str, Values]:
+        return {
+            "request_time_between_tokens": self.gaps,
+            "request_tokens_unmasked_per_forward_pass": self.tokens_per_pass,
+        }
+
 
 def block_frame(finished: Sequence[BlockFinished], rows: Mapping[str, int]) -> pd.DataFrame:
     """`rows` maps request ids to rows of the request frame; every event's request must be in it."""

@@ -28,8 +28,14 @@ def cdf_table(metric: str, values: ArrayLike, worker_id: str = ALL_WORKERS) -> p
     return pd.DataFrame({"cdf": shares, metric: steps, "worker_id": pd.Series(worker_id, range(len(shares)), object)})
 
 
-def request_cdf(data: RunData, metric: str) -> pd.DataFrame:
-    """The distribution of a metric over all measured requests that have an end; a failed one is infinite."""
+def metric_cdf(data: RunData, metric: str) -> pd.DataFrame:
+    """The distribution of a metric over all measured requests that have an end; a failed one is infinite.
+
+    Of tokens and steps, those of completed requests.
+    """
+    if metric in data.steps.by_metric:
+        completed_rows = np.flatnonzero(data.requests["status"] == COMPLETED)
+        return cdf_table(metric, data.steps.by_metric[metric].of_rows(completed_rows))
     final = data.requests[data.requests["done_s"].notna()]
     completed = final["status"] == COMPLETED
     known = final.loc[completed, metric].dropna().to_numpy(dtype=np.float64)

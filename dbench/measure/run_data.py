@@ -53,6 +53,8 @@ class RunData:
     """One run, loaded; nothing in it is changed after."""
 
     run_dir: Path
+    log: EventLog
+    """Every send and every end at the client, unmeasured requests included."""
     seen_from: str
     """client, or server for a folder that holds only the server's events."""
     window: Window
@@ -114,6 +116,7 @@ def run_data(run_dir: Path, log: EventLog) -> RunData:
     window = Window(start_s, max(start_s, end_s))
     return RunData(
         run_dir=run_dir,
+        log=EventLog([*log.of(RequestSent), *log.of(RequestDone)]),
         seen_from=seen_from,
         window=window,
         num_requests=started.num_requests if started else len(requests),
