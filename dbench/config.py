@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import logging
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -82,12 +82,6 @@ class Resolved:
             result = result.replace(name, read_value(table[name], raw, place), source)
         return result
 
-    def only(self, kinds: Sequence[type]) -> Resolved:
-        """The same without every section of another kind."""
-        sections = tuple(s for s in self.sections if type(s) in kinds)
-        names = _values(sections)
-        return Resolved(sections, MappingProxyType({n: o for n, o in self.origins.items() if n in names}))
-
     def place(self, name: str) -> str:
         """What to name in an error about this option: its flag, its YAML file and key, or its variable."""
         origin = self.origins[name]
@@ -104,15 +98,17 @@ class Resolved:
             for option, value in self._pairs()
         ]
 
-    def to_yaml(self) -> str:
-        """A file that --config reads back to the same values; secrets stay out of it."""
+    def to_yaml(self, names: Collection[str] | None = None) -> str:
+        """A file that --config reads back to the same values, of all options or the named ones; without secrets."""
         lines = []
         for option, value in self._pairs():
             origin = " ".join(self.origins[option.name].split())
+            if names is not None and option.name not in names:
+                continue
             if option.spec.secret:
                 lines.append(f"# {option.name} is {_public_text(option, value)}  # {origin}")
-                continue
-            lines.append(f"{_yaml_line(option.name, value)}  # {origin}")
+            else:
+                lines.append(f"{_yaml_line(option.name, value)}  # {origin}")
         return "\n".join(lines) + "\n"
 
     def to_json(self) -> str:

@@ -286,10 +286,8 @@ def test_override_checks_values_and_notes_the_source() -> None:
         resolved.override({"qpz": 1}, "job 'a'")
 
 
-def test_only_keeps_the_named_sections() -> None:
-    kept = from_flags({}).only((LoadOptions, SamplingOptions))
-    assert {type(s) for s in kept.sections} == {LoadOptions, SamplingOptions}
-    assert set(kept.origins) == set(option_table((LoadOptions, SamplingOptions)))
+def test_yaml_of_some_options_holds_no_others() -> None:
+    assert from_flags({"qps": "2"}).to_yaml({"qps", "cv"}) == "qps: 2.0  # flag\ncv: 0.5  # default\n"
 
 
 def test_replace_knows_the_names() -> None:

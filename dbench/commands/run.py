@@ -12,7 +12,7 @@ from pathlib import Path
 from dbench.cli_options import Invocation
 from dbench.commands.common import EXIT_FAILED, EXIT_OK, new_folder, open_view
 from dbench.commands.summary import print_summary
-from dbench.config import AUTO_PREFIX, ENVIRONMENT_PREFIX, FLAG, Resolved
+from dbench.config import AUTO_PREFIX, ENVIRONMENT_PREFIX, FLAG, Resolved, option_table
 from dbench.environment import describe_environment
 from dbench.errors import OptionError
 from dbench.load.driver import RunResult, run_load
@@ -36,8 +36,8 @@ SERVER_LOG_FILE = "server.log"
 
 DEFAULT_NAME = "run"
 CLIENT_SECTIONS = (LoadOptions, SamplingOptions, TerminalOptions)
-CLIENT_OPTIONS = ("api_key",)
-"""Service options that a client of a running server needs as well."""
+CLIENT_OPTIONS = ("api_key", "enable_individual_batch_metrics")
+"""Service options that mean something to a client of a running server: the key it sends, a table it writes."""
 
 
 def run_command(invocation: Invocation) -> int:
@@ -47,14 +47,16 @@ def run_command(invocation: Invocation) -> int:
     check_sampling(resolved)
     load = resolved.section(LoadOptions)
     length_source(load)
-    key = resolved.section(ServiceOptions).api_key
-    resolved = attached(resolved) if load.server is not None else with_own_server(resolved)
+    if load.server is not None:
+        refuse_server_options(resolved)
+    else:
+        resolved = with_own_server(resolved)
     folder = new_folder(load.output_dir, load.name or DEFAULT_NAME, place=resolved.place("name"))
-    write_text(folder / CONFIG_FILE, resolved.to_yaml())
+    write_text(folder / CONFIG_FILE, config_text(resolved))
     write_json(folder / ENVIRONMENT_FILE, describe_environment())
     with view:
         if load.server is not None:
-            result = _run(load.server, key, resolved, folder, view.update)
+            result = _run(load.server, resolved, folder, view.update)
         else:
             result = _run_own_server(resolved, folder, view.update)
     summary = write_report(folder)
@@ -74,8 +76,8 @@ def one_kind_of_loop(resolved: Resolved) -> Resolved:
     return resolved
 
 
-def attached(resolved: Resolved) -> Resolved:
-    """The options of a run against a running server; refuses by name those that configure a server."""
+def refuse_server_options(resolved: Resolved) -> None:
+    """With --server, options that configure a server are refused by name; variables are passed over."""
     for option in (*options_of(EngineOptions), *options_of(ServiceOptions)):
         if option.name in CLIENT_OPTIONS or not resolved.is_explicit(option.name):
             continue
@@ -85,7 +87,13 @@ def attached(resolved: Resolved) -> Resolved:
         raise OptionError(
             f"{resolved.place(option.name)} configures a server that dbench starts; with --server it is set there"
         )
-    return resolved.only(CLIENT_SECTIONS)
+
+
+def config_text(resolved: Resolved) -> str:
+    """config.yaml: everything that the run had a say in."""
+    if resolved.section(LoadOptions).server is None:
+        return resolved.to_yaml()
+    return resolved.to_yaml({*option_table(CLIENT_SECTIONS), *CLIENT_OPTIONS})
 
 
 def with_own_server(resolved: Resolved) -> Resolved:
@@ -98,13 +106,13 @@ def with_own_server(resolved: Resolved) -> Resolved:
 def _run_own_server(resolved: Resolved, folder: Path, on_progress: Callable[[RunProgress], None]) -> RunResult:
     engine, service = resolved.section(EngineOptions), resolved.section(ServiceOptions)
     with ServerProcess(engine, service, log_path=folder / SERVER_LOG_FILE, config_json=resolved.to_json()) as server:
-        return _run(server.address, service.api_key, resolved, folder, on_progress)
+        return _run(server.address, resolved, folder, on_progress)
 
 
-def _run(
-    address: str, key: str | None, resolved: Resolved, folder: Path, on_progress: Callable[[RunProgress], None]
-) -> RunResult:
+def _run(address: str, resolved: Resolved, folder: Path, on_progress: Callable[[RunProgress], None]) -> RunResult:
     """The first Ctrl-C or SIGTERM ends the run and keeps what it measured, the second ends dbench."""
+
+    key = resolved.section(ServiceOptions).api_key
 
     async def run() -> RunResult:
         with cancel_on_signals():
