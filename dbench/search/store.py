@@ -183,8 +183,9 @@ class TrialStore:
         study = self._opened()
         with held(self._lock):
             record = study.user_attrs.get(START_LEASE)
-            others = record is not None and Lease.from_json(record).owner != self._owner
-            if START_QPS in study.user_attrs or (others and not Lease.from_json(record).is_over(time.time())):
+            lease = None if record is None else Lease.from_json(record)
+            is_others = lease is not None and lease.owner != self._owner and not lease.is_over(time.time())
+            if is_others or START_QPS in study.user_attrs:
                 return False
             study.set_user_attr(START_LEASE, self._new_lease())
             return True

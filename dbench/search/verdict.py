@@ -12,7 +12,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dbench.errors import RunError
-from dbench.events import RequestDone, RequestSent
 from dbench.metric_names import REQUEST_METRICS
 from dbench.metrics import RunData, error_rate, goodput, judged_mean, judged_quantile, judged_requests, lag_limit
 from dbench.metrics import quantile as quantile_of
@@ -141,20 +140,20 @@ def _hopeless(rules: Sequence[Rule], data: RunData) -> bool:
     judged = judged_requests(data)
     if judged.empty:
         return False
-    alone = was_alone(data)[judged.index.to_numpy()]
+    alone = was_alone(data.requests)[judged.index.to_numpy()]
     return any(_lost_alone(rule, judged, alone, data.offered_qps) for rule in rules)
 
 
-def was_alone(data: RunData) -> NDArray[np.bool_]:
-    """Per row of the request frame: no other request, unmeasured ones included, was in the system with it."""
-    ends = {e.request_id: e.at_s for e in data.log.of(RequestDone)}
-    sent = sorted((e.intended_s, ends.get(e.request_id, math.inf), e.request_id) for e in data.log.of(RequestSent))
-    alone: dict[str, bool] = {}
-    busy_until = -math.inf
-    for (start, end, request_id), following in zip(sent, [*sent[1:], (math.inf, math.inf, "")], strict=True):
-        alone[request_id] = start >= busy_until and end <= following[0] and math.isfinite(end)
-        busy_until = max(busy_until, end)
-    return np.array([alone.get(i, False) for i in data.requests["request_id"]], dtype=np.bool_)
+def was_alone(requests: pd.DataFrame) -> NDArray[np.bool_]:
+    """Per row of the request frame: no other request was in the system with it.
+
+    Never so for the last one: an unmeasured request may have followed it.
+    """
+    starts = requests["intended_s"].to_numpy(dtype=np.float64)
+    ends = requests["done_s"].fillna(math.inf).to_numpy(dtype=np.float64)
+    busy_until = np.concatenate([[-math.inf], np.maximum.accumulate(ends)[:-1]])
+    following = np.concatenate([starts[1:], [-math.inf]])
+    return (starts >= busy_until) & (ends <= following)
 
 
 def _lost_alone(rule: Rule, judged: pd.DataFrame, alone: NDArray[np.bool_], qps: float | None) -> bool:
