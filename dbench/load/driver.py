@@ -17,7 +17,7 @@ from pathlib import Path
 from dbench.errors import ServerUnavailable, one_line
 from dbench.events import SCHEMA_VERSION, RunEnded, RunStarted
 from dbench.load.flights import MEASURED, TAIL, TIMEOUT, WARMUP, Ending, Flights, Unfinished
-from dbench.load.pacing import quiet_collector, sleep_until
+from dbench.load.pacing import punctual, sleep_until
 from dbench.load.record import EventWriter, Tally
 from dbench.load.schedule import Schedule, ScheduledRequest, draw_schedule
 from dbench.load.stop import StopRule
@@ -148,7 +148,7 @@ class _Run:
         except ServerUnavailable as error:
             self._end(Ending("server_lost", str(error)))
             return
-        with quiet_collector():
+        with punctual():
             start_s = self._begin()
             if self._load.concurrency is None:
                 await self._open_loop(flights, start_s)
