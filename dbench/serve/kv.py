@@ -1,0 +1,35 @@
+"""The paged pool of keys and values.
+
+Shapes: T packed rows, N pages of one sequence, H KV heads, D head dim. A slot is a place for one token:
+slot = page x page_size + offset.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from dbench.serve.families import ModelConfig
+
+
+class KvPool:
+    """K and V, RoPE already applied, of every layer: [layers, 2, pages + 1, page_size, H, D].
+
+    The last page belongs to nobody: rows with slot -1 fall into its last place (an index of -1 counts from the
+    end), so that a write needs no look at its slots, which on a GPU would be a synchronisation.
+    """
+
+    def __init__(self, config: ModelConfig, *, num_pages: int, page_size: int, like: Tensor) -> None:
+        """`like` gives number format and device."""
+        shape = (config.n_layers, 2, num_pages + 1, page_size, config.n_kv_heads, config.head_dim)
+        self._pool = torch.zeros(shape, dtype=like.dtype, device=like.device)
+        self._slots = self._pool.flatten(2, 3)
+
+    def write(self, layer: int, k_THD: Tensor, v_THD: Tensor, slots_T: Tensor) -> None:
+        """Store rows at their slots; a row with slot -1 is skipped."""
+        self._slots[layer, 0][slots_T] = k_THD
+        self._slots[layer, 1][slots_T] = v_THD
+
+    def gather(self, layer: int, pages_N: Tensor, length: int) -> Tensor:
+        """A copy of the first `length` keys and values of the pages: [2, length, H, D]."""
+        return self._pool[layer].index_select(1, pages_N).flatten(1, 2)[:, :length]

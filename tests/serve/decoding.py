@@ -1,0 +1,116 @@
+"""A tiny engine for tests: drives a runner over whole requests, without queues, budget or overlap."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from dbench.serve.runner import Phase, Span
+from dbench.serve.sequence import BlockKey, BlockTask, SamplingParameters
+from dbench.serve.torch_runner import RunnerConfig, TorchRunner, build_runner
+from tests.serve.checkpoints import EOS, MASK
+
+PAGE_SIZE = 8
+NUM_PAGES = 640
+
+
+def runner_for(directory: Path, block_length: int, *, dtype: str = "float32", num_slots: int = 16) -> TorchRunner:
+    return build_runner(
+        RunnerConfig(
+            model_dir=directory,
+            load_format="auto",
+            dtype=dtype,
+            device="cpu",
+            seed=0,
+            num_pages=NUM_PAGES,
+            page_size=PAGE_SIZE,
+            num_slots=num_slots,
+            block_length=block_length,
+            mask_token_id=MASK,
+            num_threads=1,
+        )
+    )
+
+
+@dataclass
+class Job:
+    """One request on its way through the runner."""
+
+    prompt: list[int]
+    gen_length: int
+    sampling: SamplingParameters = field(default_factory=SamplingParameters)
+    seed: int = 0
+    ignore_eos: bool = True
+    start: int = 0
+    """Iteration in which it joins."""
+    ids: list[int] = field(default_factory=list)
+    steps_per_block: list[int] = field(default_factory=list)
+    fixed: dict[int, int] = field(default_factory=dict)
+    """Positions of the running block -> their tokens."""
+    error: str = ""
+    is_done: bool = False
+
+
+def task_of(job: Job, block_length: int) -> BlockTask:
+    num_masks = job.gen_length - len(job.ids)
+    return BlockTask(
+        key=BlockKey("test", len(job.ids) // block_length, 0),
+        token_ids=(*job.prompt, *job.ids),
+        num_masks=num_masks,
+        block_length=block_length,
+        sampling=job.sampling,
+        request_seed=job.seed,
+        ignore_eos=job.ignore_eos,
+        arrival_s=0.0,
+        num_remaining_blocks=num_masks // block_length,
+    )
+
+
+def run_jobs(runner: TorchRunner, jobs: list[Job], block_length: int, eos: Iterable[int] = (EOS,)) -> list[Job]:
+    """Decode all jobs in common batches: job i in slot i, every block on other pages in shuffled order."""
+    pages = list(range(NUM_PAGES))
+    shuffler = random.Random(7)
+    spans: dict[int, Span] = {}
+    held: dict[int, list[int]] = {}
+    iteration = 0
+    while not all(job.is_done for job in jobs):
+        for slot, job in enumerate(jobs):
+            if job.is_done or slot in spans or iteration < job.start:
+                continue
+            task = task_of(job, block_length)
+            shuffler.shuffle(pages)
+            count = -(-task.canvas_length // PAGE_SIZE)
+            held[slot], pages = pages[:count], pages[count:]
+            runner.attach(slot, task, tuple(held[slot]))
+            job.fixed, spans[slot] = {}, Span(slot, Phase.REFRESH, 0, task.canvas_length)
+            job.steps_per_block.append(0)
+        iteration += 1
+        result = runner.collect(runner.launch(tuple(spans.values()))) if spans else None
+        for span in result.spans if result else ():
+            job = jobs[span.slot]
+            assert not span.void
+            job.steps_per_block[-1] += 1
+            job.fixed |= dict(zip(span.positions, span.token_ids, strict=True))
+            start = len(job.prompt) + len(job.ids)
+            if span.done:
+                runner.detach(span.slot)
+                pages += held.pop(span.slot)
+                del spans[span.slot]
+                land_block(job, span.error, range(start, start + block_length), set(eos))
+            else:
+                spans[span.slot] = Span(span.slot, Phase.DECODE, start, block_length)
+    return jobs
+
+
+def land_block(job: Job, error: str, block: range, eos: set[int]) -> None:
+    for position in block:
+        if error or position not in job.fixed:
+            break
+        job.ids.append(job.fixed[position])
+        if job.fixed[position] in eos and not job.ignore_eos:
+            job.is_done = True
+            return
+    job.error = error
+    job.is_done = bool(error) or len(job.ids) == job.gen_length
