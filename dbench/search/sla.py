@@ -144,16 +144,16 @@ def completed(rules: Iterable[Rule]) -> tuple[Rule, ...]:
     return (*given, IMPLICIT_ERROR_RULE)
 
 
-def parse_rule(text: str) -> Rule:
-    """The rule that `text` says. Raises SlaError."""
+def parse_rule(text: str, source: str = "--sla") -> Rule:
+    """The rule that `text` says. Raises SlaError naming `source` and the text."""
+    where = f"{source} {text!r}"
     parts = re.fullmatch(r"([^<>=!]*)([<>=!]+)([^<>=!]*)", text)
     if parts is None:
-        raise SlaError(f"--sla {text!r}: no operator; wanted {EXAMPLE}")
+        raise SlaError(f"{where}: no operator; wanted {EXAMPLE}")
     subject, op, value = (part.strip() for part in parts.groups())
     metric, colon, aggregate = (part.strip() for part in subject.partition(":"))
     if colon and not aggregate:
-        raise SlaError(f"--sla {text!r}: nothing after the colon; wanted {EXAMPLE}")
-    where = f"--sla {text!r}"
+        raise SlaError(f"{where}: nothing after the colon; wanted {EXAMPLE}")
     _check_metric(metric, where)
     quantile = _read_aggregate(metric, aggregate, where)
     return Rule(metric, quantile, _read_op(op, where), _read_threshold(metric, value, where))
@@ -227,8 +227,8 @@ def _read_aggregate(metric: str, aggregate: str, where: str) -> float | None:
     match = re.fullmatch(r"p(\d{1,2}(?:\.\d+)?)", aggregate)
     quantile = float(Decimal(match[1]) / 100) if match else 0.0
     if not 0 < quantile < 1:
-        got = f"got {aggregate!r}" if aggregate else "it says neither"
-        raise SlaError(f"{where}: {got}, wanted a quantile between p0 and p100 or mean: {EXAMPLE}")
+        got = repr(aggregate) if aggregate else "nothing"
+        raise SlaError(f"{where}: got {got} of {metric}, wanted a quantile between p0 and p100, or mean; {EXAMPLE}")
     return quantile
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from dbench.errors import DbenchError
 from dbench.progress import RuleProgress, RunProgress, SearchProgress, TrialProgress, Verdict
-from dbench.search.capacity import Wait, bracket_of, in_range
+from dbench.search.capacity import Stop, Wait, bracket_of, in_range, next_step
 from dbench.search.files import JOBS, write_job_plots, write_results
 from dbench.search.keys import digest
 from dbench.search.objective import Interrupted, Objective, TrialRunner
@@ -75,7 +75,7 @@ class _Search:
         )
         for search in waiting:
             search.open()
-            self._results[search.job.name] = search.result(RUNNING)
+            self._results[search.job.name] = search.standing(RUNNING)
         try:
             num_blocked = 0
             while waiting:
@@ -89,7 +89,7 @@ class _Search:
                     time.sleep(WAIT_S)
         except (KeyboardInterrupt, Interrupted):
             for search in waiting:
-                self._keep(search.result(INTERRUPTED))
+                self._keep(search.standing(INTERRUPTED))
             return self._write(interrupted=True)
         return self._write()
 
@@ -176,6 +176,13 @@ class _JobSearch:
             error_code=0 if error is None else error.exit_code if isinstance(error, DbenchError) else 1,
             answered_from_store=self._num_run == 0 and bool(self._trials),
         )
+
+    def standing(self, otherwise: str) -> JobResult:
+        """What is stored: the end of the search if it is over, with the reason `otherwise` if not."""
+        if all(t.verdict is Verdict.INVALID for t in self._trials):
+            return self.result(otherwise)
+        step = next_step([t.tried() for t in self._trials], self._store.settings)
+        return self.result(step.reason if isinstance(step, Stop) else otherwise)
 
     def _know_the_start(self) -> bool:
         """Find the first rate where none was given and none is stored; False while another process does."""

@@ -110,7 +110,7 @@ def _read_rules(value: object, where: str) -> tuple[Rule, ...]:
     rules = []
     for n, item in enumerate(items):
         if isinstance(item, str):
-            rules.append(parse_rule(item))
+            rules.append(parse_rule(item, f"{where}[{n}]"))
         else:
             rules.append(rule_from_mapping(_mapping(item, f"{where}[{n}]"), f"{where}[{n}]"))
     return completed(rules)

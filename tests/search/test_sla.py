@@ -81,11 +81,11 @@ def test_a_rule_is_read(text: str, rule: Rule) -> None:
         ("request_e2e_time:p90<=8<=9", "no operator"),
         ("request_e2e_time:p90=8s", "unknown operator '='"),
         ("request_e2e_time:p90!=8s", "unknown operator '!='"),
-        ("request_e2e_time<=8s", "wanted a quantile between p0 and p100 or mean"),
+        ("request_e2e_time<=8s", "got nothing of request_e2e_time, wanted a quantile between p0 and p100, or mean"),
         ("request_e2e_time:<=8s", "nothing after the colon"),
-        ("request_e2e_time:p100<=8s", "got 'p100', wanted a quantile"),
-        ("request_e2e_time:p0<=8s", "got 'p0', wanted a quantile"),
-        ("request_e2e_time:q90<=8s", "got 'q90', wanted a quantile"),
+        ("request_e2e_time:p100<=8s", "got 'p100' of request_e2e_time, wanted a quantile"),
+        ("request_e2e_time:p0<=8s", "got 'p0' of request_e2e_time, wanted a quantile"),
+        ("request_e2e_time:q90<=8s", "got 'q90' of request_e2e_time, wanted a quantile"),
         ("request_e2e_time:p90<=fast", "got the limit 'fast'"),
         ("request_e2e_time:p90<=", "got the limit ''"),
         ("request_e2e_time:p90<=inf", "got the limit 'inf'"),
@@ -105,6 +105,11 @@ def test_a_wrong_rule_gives_one_line_that_names_it(text: str, said: str) -> None
     assert said in message
     assert repr(text) in message
     assert "\n" not in message
+
+
+def test_a_rule_of_a_file_names_its_place_there() -> None:
+    with pytest.raises(SlaError, match=r"search\.yaml: sla\[1\] 'x<=1'"):
+        parse_rule("x<=1", "search.yaml: sla[1]")
 
 
 def test_an_unknown_metric_lists_the_known_ones() -> None:

@@ -5,13 +5,18 @@ from __future__ import annotations
 import csv
 import json
 import logging
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from dbench.progress import SearchProgress, Verdict
+from dbench.search.keys import digest
 from dbench.search.objective import PROBE_CONCURRENCY
+from dbench.search.plan import Job, SearchPlan, plan_search
 from dbench.search.results import INTERRUPTED
+from dbench.search.store import Claim, TrialStore
 from tests.search.builders import SLOW_S, Requests, ScriptedRunner, only_job, plan, rates, search, sustains
 
 
@@ -230,3 +235,81 @@ def test_progress_shows_trials_bracket_and_the_running_one(tmp_path: Path) -> No
     running = [p for p in seen if p.running is not None]
     assert [p.trials[-1].qps for p in running] == [1, 2, 4, 2.82843]
     assert all(p.trials[-1].verdict is Verdict.RUNNING for p in running)
+
+
+# ---- several jobs ----
+
+JOBS = """
+sla: ["request_e2e_time:p90<=1s"]
+benchmark_base: {num_requests: 20}
+search: {min_search_granularity_pct: 50}
+jobs:
+  - {name: slow, start_qps: 1}
+  - {name: broken, start_qps: 1, benchmark_overrides: {block_length: 16}}
+  - {name: fast, start_qps: 1, benchmark_overrides: {max_batch_size: 64}}
+"""
+
+
+def jobs_plan(tmp_path: Path) -> SearchPlan:
+    path = tmp_path / "jobs.yaml"
+    path.write_text(JOBS)
+    return plan_search({"output_dir": str(tmp_path)}, config_path=path, environment={})
+
+
+def three_systems(ran: list[str]) -> Callable[[Job], ScriptedRunner]:
+    def runner(job: Job) -> ScriptedRunner:
+        ran.append(job.name)
+        endings = {1.0: ["error"]} if job.name == "broken" else {}
+        return ScriptedRunner(sustains({"slow": 3.5, "broken": 0, "fast": 9}[job.name]), endings=endings)
+
+    return runner
+
+
+def test_a_job_that_raises_is_recorded_and_the_others_run(tmp_path: Path) -> None:
+    results = search(jobs_plan(tmp_path), three_systems([]))
+    slow, broken, fast = results.jobs
+    assert (slow.capacity, fast.capacity) == (2.82843, 8)
+    assert (broken.capacity, broken.error) == (None, "no worker became ready")
+    assert results.exit_code == 1
+    with (results.folder / "capacity_search_results.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [(r["job_name"], r["error"]) for r in rows] == [
+        ("slow", ""),
+        ("broken", "no worker became ready"),
+        ("fast", ""),
+    ]
+
+
+def test_ctrl_c_keeps_what_other_jobs_had_found(tmp_path: Path) -> None:
+    search(jobs_plan(tmp_path), three_systems([]))
+    interrupted = ScriptedRunner(sustains(3.5), endings={1.0: ["interrupted"]})
+    results = search(jobs_plan(tmp_path), interrupted)
+    assert results.exit_code == 130
+    written = json.loads((results.folder / "capacity_search_results.json").read_text())
+    assert [(j["reason"], j["num_trials"]) for j in written["jobs"]] == [
+        ("bracket_closed", 4),
+        ("interrupted", 0),
+        ("bracket_closed", 6),
+    ]
+
+
+def test_a_job_that_another_process_works_on_comes_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = jobs_plan(tmp_path)
+    slow = plan.jobs[0]
+    other = TrialStore(plan.folder, f"{slow.folder_name}/{digest(slow.sla_text)}", slow.settings)
+    other.open()
+    claim = other.claim()
+    assert isinstance(claim, Claim)
+    naps: list[float] = []
+
+    def nap(seconds: float) -> None:
+        if seconds:
+            naps.append(seconds)
+            other.abandon(claim)
+
+    monkeypatch.setattr(time, "sleep", nap)
+    order: list[str] = []
+    finished: list[str] = []
+    search(plan, three_systems(order), lambda p: finished.append(p.job) if p.job not in finished else None)
+    assert finished == ["broken", "fast", "slow"]
+    assert len(naps) == 1
