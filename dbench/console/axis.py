@@ -5,17 +5,21 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from rich.text import Text
 
 from dbench.console.layout import LABEL, Lines
-from dbench.console.look import Glyphs, number
+from dbench.console.look import Glyphs
 from dbench.progress import SearchProgress, Verdict
 
 ZOOM_BELOW = 1 / 8
 """When the bracket takes less than this share of the axis, the axis closes in on it."""
 ZOOMED_SHARE = 1 / 3
 LABEL_GAP = 2
+TICK_GAP = 8
+DECADES = ((1, 1.5, 2, 3, 4, 5, 7), (1, 2, 3, 5), (1, 2, 5), (1, 3), (1,))
+"""Round numbers of a decade, the densest set first."""
 
 _STYLES = {
     Verdict.PASS: "green",
@@ -67,14 +71,6 @@ def verdict_mark(verdict: Verdict, glyphs: Glyphs) -> tuple[str, str]:
         Verdict.INVALID: glyphs.invalid,
     }
     return marks[verdict], _STYLES[verdict]
-
-
-def legend(glyphs: Glyphs) -> Text:
-    text = Text()
-    for verdict in (Verdict.PASS, Verdict.FAIL, Verdict.RUNNING):
-        mark, style = verdict_mark(verdict, glyphs)
-        text.append("  " if text else "").append(f"{mark} ", style=style).append(verdict.value, style=LABEL)
-    return text
 
 
 def _drawable(rates: Iterable[float | None]) -> list[float]:
@@ -151,11 +147,16 @@ def _labels(ticks: Sequence[tuple[float, str]], scale: _Range) -> Text:
 
 
 def _ticks(scale: _Range) -> list[tuple[float, str]]:
-    """Round rates inside the range with their labels: 1, 2, 5 per decade, or even steps in a narrow range."""
+    """Round rates inside the range with their labels: the densest that leaves room, even steps in a narrow range."""
     if scale.high / scale.low > 4:
         first, last = math.floor(math.log10(scale.low)), math.ceil(math.log10(scale.high))
-        values = [m * 10.0**e for e in range(first, last + 1) for m in (1, 2, 5)]
-        return [(v, number(v)) for v in values if scale.low <= v <= scale.high]
+        for multiples in DECADES:
+            values = [m * 10.0**e for e in range(first, last + 1) for m in multiples]
+            values = [v for v in values if scale.low <= v <= scale.high]
+            columns = [scale.column(v) for v in values]
+            if all(b - a >= TICK_GAP for a, b in pairwise(columns)):
+                break
+        return [(v, f"{v:,.6g}") for v in values]
     wanted = (scale.high - scale.low) / max(2, scale.width // 12)
     power = 10.0 ** math.floor(math.log10(wanted))
     step = next(m * power for m in (1, 2, 5, 10) if m * power >= wanted)

@@ -18,8 +18,8 @@ Cell = Text | Callable[[int], Text]
 """A table's cell; a function draws itself at the width that its column gets."""
 
 GAP = 2
-BORDER = "bright_black"
-LABEL = "bright_black"
+BORDER = "dim"
+LABEL = "dim"
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,19 +57,18 @@ class Column:
 
 
 def box(title: Text, body: Lines, page: Page, note: Text | None = None) -> Lines:
-    """A frame of the page's width with a title in its upper edge and a note at the right of it."""
+    """A frame of the page's width with a title in its upper edge; a note at the right of it, where it fits whole."""
     g = page.glyphs
     if page.width < 12:
         return [shorten(line, page.width, g) for line in (title, *body)]
     room = page.width - 6
-    right = shorten(note, max(0, room - 8), g) if note else Text()
-    space = right.cell_len + 4 if note else 0
-    left = shorten(title, room - space, g)
-    top = Text(f"{g.corners[0]}{g.across} ", style=BORDER).append_text(left).append(" ")
-    fill = page.width - top.cell_len - 1 - (right.cell_len + 3 if note else 0)
+    noted = note is not None and note.cell_len <= room - 12
+    left = shorten(title, room - (note.cell_len + 4 if note and noted else 0), g)
+    top = Text.assemble((f"{g.corners[0]}{g.across} ", BORDER), left, " ")
+    fill = page.width - top.cell_len - 1 - (note.cell_len + 3 if note and noted else 0)
     top.append(g.across * fill, style=BORDER)
-    if note:
-        top.append(" ").append_text(right).append(f" {g.across}", style=BORDER)
+    if note and noted:
+        top.append(" ").append_text(note).append(f" {g.across}", style=BORDER)
     top.append(g.corners[1], style=BORDER)
     bottom = Text(g.corners[2] + g.across * (page.width - 2) + g.corners[3], style=BORDER)
     return [top, *(_walled(line, page) for line in body), bottom]
@@ -93,14 +92,18 @@ def titled(name: str, detail: str = "") -> Text:
 
 def pairs(items: Sequence[tuple[str, str]], width: int, *, style: str = "") -> Text:
     """`label value` items in a line; those at the end that do not fit are left out."""
-    line = Text()
+    return pair_lines(items, width, style=style)[0]
+
+
+def pair_lines(items: Sequence[tuple[str, str]], width: int, *, style: str = "") -> Lines:
+    """`label value` items, none broken, in as many lines as they need; at least one."""
+    lines = [Text()]
     for label, value in items:
         item = Text.assemble((f"{label} ", LABEL), (value, style))
-        gap = "   " if line.cell_len else ""
-        if line.cell_len + len(gap) + item.cell_len > width:
-            break
-        line.append(gap).append_text(item)
-    return line
+        if lines[-1].cell_len and lines[-1].cell_len + 3 + item.cell_len > width:
+            lines.append(Text())
+        lines[-1].append("   " if lines[-1].cell_len else "").append_text(item)
+    return lines
 
 
 def ends(left: Text, right: Text, width: int, glyphs: Glyphs) -> Text:

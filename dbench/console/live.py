@@ -119,7 +119,7 @@ class _Frame:
     def _lines(self, page: Page) -> Lines:
         shown = self._board.read()
         if shown.progress is None:
-            return [Text("starting" + self._glyphs.ellipsis, style="bright_black")]
+            return [Text("starting" + self._glyphs.ellipsis, style="dim")]
         try:
             return draw(shown.progress, shown.rates, page)
         except Exception as error:  # edge of the drawing thread: a view that fails must not end a run

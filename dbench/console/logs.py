@@ -6,7 +6,7 @@ import logging
 
 from dbench.console.view import View
 
-_STYLES = {logging.DEBUG: "bright_black", logging.WARNING: "yellow", logging.ERROR: "bold red"}
+_STYLES = {logging.DEBUG: "dim", logging.WARNING: "yellow", logging.ERROR: "bold red"}
 PROGRAM = "dbench"
 
 

@@ -27,10 +27,8 @@ class Glyphs:
     step: str
     full: str
     empty: str
-    partial: str
-    """Parts of a bar's cell, from the smallest up; may be empty."""
-    done: str
-    open: str
+    half: str
+    """Half a bar's cell; empty: bars grow by whole cells."""
     axis: str
     tick: str
     bracket: str
@@ -54,11 +52,9 @@ UNICODE = Glyphs(
     ellipsis="…",
     separator="·",
     step="›",
-    full="█",
-    empty="░",
-    partial="▏▎▍▌▋▊▉",
-    done="━",
-    open="─",
+    full="━",
+    empty="─",
+    half="╸",
     axis="─",
     tick="┬",
     bracket="━",
@@ -70,7 +66,7 @@ UNICODE = Glyphs(
     after="›",
     dot="●",
     hollow="○",
-    spark="▁▂▃▄▅▆▇█",
+    spark="▁▂▃▄▅▆▇",
 )
 
 ASCII = Glyphs(
@@ -83,9 +79,7 @@ ASCII = Glyphs(
     step=">",
     full="#",
     empty=".",
-    partial="",
-    done="=",
-    open="-",
+    half="",
     axis="-",
     tick="+",
     bracket="=",
@@ -207,24 +201,12 @@ def share_of(part: float, whole: float) -> float | None:
     return min(1.0, max(0.0, part / whole)) if whole > 0 else None
 
 
-def bar(share: float | None, width: int, glyphs: Glyphs, style: str = "") -> Text:
-    """A filled bar of `width` columns; empty when the share is not known."""
-    if width <= 0:
-        return Text()
-    cells = (share or 0.0) * width
-    full = min(width, int(cells))
-    part = int((cells - full) * (len(glyphs.partial) + 1)) if full < width else 0
-    text = Text(glyphs.full * full, style=style)
-    if part:
-        text.append(glyphs.partial[part - 1], style=style)
-    return text.append(glyphs.empty * (width - text.cell_len), style="bright_black")
-
-
-def progress_line(share: float | None, width: int, glyphs: Glyphs, style: str = "green") -> Text:
-    """A thin progress bar of `width` columns."""
-    done = round((share or 0.0) * max(width, 0))
-    text = Text(glyphs.done * done, style=style)
-    return text.append(glyphs.open * (max(width, 0) - done), style="bright_black")
+def bar(share: float | None, width: int, glyphs: Glyphs, style: str = "green") -> Text:
+    """A filled line of `width` columns; empty when the share is not known."""
+    width = max(0, width)
+    halves = int((share or 0.0) * width * 2)
+    filled = glyphs.full * (halves // 2) + (glyphs.half if halves % 2 else "")
+    return Text.assemble((filled, style), (glyphs.empty * (width - len(filled)), "dim"))
 
 
 def sparkline(values: tuple[float, ...], width: int, glyphs: Glyphs) -> Text:

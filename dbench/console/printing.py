@@ -8,6 +8,13 @@ from rich.text import Text
 from dbench.console.look import Glyphs, printable
 
 
+class PatientConsole(Console):
+    """A console whose reader may go away: rich would end the program then, and take stdout with it."""
+
+    def on_broken_pipe(self) -> None:
+        self.quiet = True
+
+
 def print_lines(console: Console, text: str, style: str, glyphs: Glyphs) -> None:
     """Print `text` without control characters; the terminal wraps what is too long."""
     lines = [printable(line, glyphs) for line in text.splitlines()]

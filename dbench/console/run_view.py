@@ -6,41 +6,40 @@ import math
 
 from rich.text import Text
 
-from dbench.console.layout import LABEL, Lines, Page, beside, box, ends, pairs, titled
-from dbench.console.look import bar, clean, duration, elapsed, number, pad, percent, progress_line, share_of, shorten
+from dbench.console.layout import LABEL, Lines, Page, beside, box, ends, pair_lines, pairs, titled
+from dbench.console.look import bar, clean, duration, elapsed, number, pad, percent, share_of, shorten
 from dbench.console.rates import RateTable
 from dbench.console.stack import stack
-from dbench.console.workers import errors_box, workers_box, workers_line
+from dbench.console.workers import errors_box, workers_box, workers_lines
 from dbench.progress import RunPhase, RunProgress
 
 MAX_ERRORS = 5
-TWO_BOXES_FROM = 72
+ROOMY_WIDTH = 76
+ROOMY_HEIGHT = 18
 
 
 def run_view(progress: RunProgress, rates: RateTable, page: Page) -> Lines:
-    """Progress, load beside latency, worker table, last errors."""
-    head = _head(progress, page)
-    figures = _figures(progress, page)
-    room = page.height - len(head) - len(figures)
+    """Progress, load beside latency, worker table, last errors; all in one box on a small terminal."""
+    small = page.width < ROOMY_WIDTH or page.height < ROOMY_HEIGHT
+    top = _small_head(progress, rates, page) if small else [*_head(progress, page), *_figures(progress, page)]
+    room = page.height - len(top)
     errors = errors_box(progress.recent_errors, page, min(MAX_ERRORS, room - 3 - min(len(progress.workers), 4) - 2))
-    workers = workers_box(progress.workers, rates, page, max(1, room - len(errors) - 3))
-    return stack([head, figures, workers, errors], page.height)
+    workers = workers_box(progress.workers, rates, page, room - len(errors) - 3)
+    return stack([top, workers, errors], page.height)
 
 
 def run_summary(progress: RunProgress, rates: RateTable, page: Page) -> Lines:
-    """The run in four lines, five with an error."""
+    """The run in four lines, five with an error, more on a narrow terminal."""
     width = page.inner_width
-    load = pairs(
-        [
-            ("offered", f"{number(progress.offered_qps)} QPS"),
-            ("achieved", f"{number(progress.achieved_qps)} QPS"),
-            ("in flight", f"{progress.in_flight:,}"),
-            ("failed", f"{progress.num_failed:,}"),
-        ],
-        width,
-    )
-    latency = pairs([*_latencies(progress), ("send lag p99", duration(progress.lag_p99_s))], width)
-    lines = [_progress_row(progress, page), load, latency, workers_line(progress.workers, rates, width)]
+    load = [
+        ("offered", f"{number(progress.offered_qps)} QPS"),
+        ("achieved", f"{number(progress.achieved_qps)} QPS"),
+        ("in flight", f"{progress.in_flight:,}"),
+        ("failed", f"{progress.num_failed:,}"),
+    ]
+    latency = [*_latencies(progress), ("send lag p99", duration(progress.lag_p99_s))]
+    lines = [_progress_row(progress, page), *pair_lines(load, width), *pair_lines(latency, width)]
+    lines += workers_lines(progress.workers, rates, width)
     if progress.recent_errors:
         newest = Text.assemble(("error ", "red"), clean(progress.recent_errors[-1], page.glyphs))
         lines.append(shorten(newest, width, page.glyphs))
@@ -67,29 +66,33 @@ def _head(progress: RunProgress, page: Page) -> Lines:
         phases.append(f" {g.step} " if phases else "", style=LABEL)
         current = phase == progress.phase
         phases.append(f"{g.running} {phase.value}" if current else phase.value, "bold green" if current else LABEL)
-    if phases.cell_len + 18 > page.inner_width:
-        phases = Text.assemble(("phase ", LABEL), (progress.phase.value, "bold green"))
     gone = pairs([("elapsed", elapsed(progress.elapsed_s))], page.inner_width)
     body = [ends(phases, gone, page.inner_width, g), _progress_row(progress, page)]
-    target = Text(clean(progress.target, g), style=LABEL)
+    target = shorten(Text(clean(progress.target, g), style=LABEL), page.width // 2, g)
     return box(titled("dbench run", clean(progress.name, g)), body, page, target)
+
+
+def _small_head(progress: RunProgress, rates: RateTable, page: Page) -> Lines:
+    note = phase_note(progress, page)
+    return box(titled("dbench run", clean(progress.name, page.glyphs)), run_summary(progress, rates, page), page, note)
+
+
+def phase_note(progress: RunProgress, page: Page) -> Text:
+    """The phase and the time since the start."""
+    note = Text().append(progress.phase.value, style="green")
+    return note.append(f" {page.glyphs.separator} {elapsed(progress.elapsed_s)}", style=LABEL)
 
 
 def _progress_row(progress: RunProgress, page: Page) -> Text:
     share = finished_share(progress)
     done = progress.num_completed + progress.num_failed
     tail = f" {done:,}/{progress.num_requests:,}  {percent(share):>4}  ETA {elapsed(progress.eta_s):>6}"
-    style = "red" if progress.num_failed else "green"
-    line = progress_line(share, page.inner_width - len(tail), page.glyphs, style)
-    return shorten(line.append(tail, style=""), page.inner_width, page.glyphs)
+    line = bar(share, page.inner_width - len(tail), page.glyphs)
+    return shorten(line.append(tail), page.inner_width, page.glyphs)
 
 
 def _figures(progress: RunProgress, page: Page) -> Lines:
-    """Load and latency: side by side where there is room, else one below the other."""
-    if page.width < TWO_BOXES_FROM:
-        load = [pairs([(label, value)], page.inner_width) for label, value in _load(progress)]
-        latency = pairs([*_latencies(progress), ("send lag p99", duration(progress.lag_p99_s))], page.inner_width)
-        return box(titled("load"), [*load, latency], page)
+    """Load and latency, side by side."""
     left = page.of_width(page.width // 2)
     right = page.of_width(page.width - left.width)
     return beside(
@@ -111,6 +114,8 @@ def _load(progress: RunProgress) -> list[tuple[str, str]]:
 def _load_rows(progress: RunProgress, page: Page) -> Lines:
     """Figures in a column; beside the achieved rate its share of the offered one."""
     rows = [Text.assemble((f"{label:<10}", LABEL), (f"{value:>12}", "bold")) for label, value in _load(progress)]
+    if progress.num_failed:
+        rows[-1].stylize("red", len("failed"))
     share = share_of(progress.achieved_qps, progress.offered_qps)
     if share is not None and math.isfinite(progress.offered_qps):
         room = page.inner_width - rows[1].cell_len - 8

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 from rich.text import Text
 
-from dbench.console.axis import axis, legend, running_qps
-from dbench.console.layout import LABEL, Lines, Page, box, ends, titled
+from dbench.console.axis import axis, running_qps, verdict_mark
+from dbench.console.layout import LABEL, Lines, Page, box, ends, pair_lines, titled
 from dbench.console.look import NOTHING, clean, elapsed, number, rate, shorten
 from dbench.console.rates import RateTable
-from dbench.console.run_view import run_summary
+from dbench.console.run_view import phase_note, run_summary
 from dbench.console.stack import stack
 from dbench.console.trials import all_rules, rule_label, trials_box
 from dbench.progress import SearchProgress, Verdict
@@ -38,7 +38,7 @@ def _head(progress: SearchProgress, rules: Sequence[str], page: Page) -> Lines:
     body = [
         *_rule_lines(rules, page, room),
         *axis(progress, page.inner_width, g),
-        _bracket_row(progress, page),
+        *_bracket_lines(progress, page),
     ]
     return box(titled("dbench search-capacity", clean(progress.job, g)), body, page, note)
 
@@ -48,10 +48,10 @@ def _rule_lines(rules: Sequence[str], page: Page, max_lines: int) -> Lines:
     g, width = page.glyphs, page.inner_width
     if not rules:
         return [Text("SLA none: every rate is run", style=LABEL)]
-    lines = [Text("SLA", style=LABEL)]
+    lines = [Text().append("SLA", style=LABEL)]
     for index, rule in enumerate(rules):
-        item = Text(f" {rule_label(index)} " if len(rules) > 1 else " ", style=LABEL)
-        item.append(clean(rule, g), style="")
+        label = f" {rule_label(index)} " if len(rules) > 1 else " "
+        item = Text.assemble((label, LABEL), clean(rule, g))
         if lines[-1].cell_len + item.cell_len + 1 > width and lines[-1].cell_len > 4:
             if len(lines) == max_lines:
                 more = Text(f" {g.ellipsis} {len(rules) - index} more", style=LABEL)
@@ -62,20 +62,25 @@ def _rule_lines(rules: Sequence[str], page: Page, max_lines: int) -> Lines:
     return [shorten(line, width, g) for line in lines]
 
 
-def _bracket_row(progress: SearchProgress, page: Page) -> Text:
-    """The bracket in figures, and the legend where it fits whole."""
-    bracket, marks = _bracket_line(progress), legend(page.glyphs)
-    if bracket.cell_len + 3 + marks.cell_len <= page.inner_width:
-        return ends(bracket, marks, page.inner_width, page.glyphs)
-    return shorten(bracket, page.inner_width, page.glyphs)
-
-
-def _bracket_line(progress: SearchProgress) -> Text:
+def _bracket_lines(progress: SearchProgress, page: Page) -> Lines:
+    """The bracket in figures, and how many trials passed and failed where that fits whole."""
     low, high = progress.highest_pass, progress.lowest_fail
-    text = Text.assemble(("highest pass ", LABEL), (rate(low), "bold green"))
-    text.append("   lowest fail ", style=LABEL).append(rate(high), style="bold red")
+    items = [("highest pass", rate(low)), ("lowest fail", rate(high))]
     if low and high and high > low:
-        text.append("   gap ", style=LABEL).append(f"{number((high / low - 1) * 100)}%", style="yellow")
+        items.append(("gap", f"{number((high / low - 1) * 100)}%"))
+    lines, counts = pair_lines(items, page.inner_width, style="bold"), _verdict_counts(progress, page)
+    if len(lines) == 1 and lines[0].cell_len + 3 + counts.cell_len <= page.inner_width:
+        return [ends(lines[0], counts, page.inner_width, page.glyphs)]
+    return lines
+
+
+def _verdict_counts(progress: SearchProgress, page: Page) -> Text:
+    text = Text()
+    for verdict in (Verdict.PASS, Verdict.FAIL, Verdict.INVALID):
+        times = sum(t.verdict == verdict for t in progress.trials)
+        if times or verdict != Verdict.INVALID:
+            mark, style = verdict_mark(verdict, page.glyphs)
+            text.append("  " if text else "").append(f"{mark} {times} {verdict.value}", style=style)
     return text
 
 
@@ -86,6 +91,4 @@ def _running(progress: SearchProgress, rates: RateTable, page: Page) -> Lines:
     which = f"trial {numbers[-1]}" if numbers else "trial"
     qps = running_qps(progress)
     title = titled(which, f"at {rate(qps) if qps is not None else NOTHING} QPS")
-    note = Text(progress.running.phase.value, style="green")
-    note.append(f" {page.glyphs.separator} {elapsed(progress.running.elapsed_s)}", style=LABEL)
-    return box(title, run_summary(progress.running, rates, page), page, note)
+    return box(title, run_summary(progress.running, rates, page), page, phase_note(progress.running, page))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rich.text import Text
 
-from dbench.console.layout import Lines, Page, box, ends, pairs, titled
+from dbench.console.layout import Lines, Page, box, ends, pair_lines, pairs, titled
 from dbench.console.look import clean, elapsed, number
 from dbench.console.rates import RateTable
 from dbench.console.stack import stack
@@ -28,7 +28,7 @@ def _head(progress: ServeProgress, rates: RateTable, page: Page) -> Lines:
     note = Text("ready", style="bold green") if progress.ready else Text("starting", style="bold yellow")
     where = pairs([("address", clean(progress.address, g) or "-")], page.inner_width, style="bold")
     up = pairs([("up", elapsed(progress.uptime_s))], page.inner_width)
-    totals = pairs(
+    totals = pair_lines(
         [
             ("in server", f"{progress.num_in_server:,}"),
             ("pending", f"{progress.num_pending:,}"),
@@ -43,7 +43,9 @@ def _head(progress: ServeProgress, rates: RateTable, page: Page) -> Lines:
         ("tokens/s", number(rates.total.tokens_per_s)),
         ("TPF", number(rates.total.tokens_per_pass)),
     ]
-    body = [ends(where, up, page.inner_width, g), totals, pairs(speed, page.inner_width)]
+    body = [ends(where, up, page.inner_width, g)]
     if page.is_wide:
-        body[1:] = [ends(totals, body[2], page.inner_width, g)]
+        body.append(ends(totals[0], pairs(speed, page.inner_width), page.inner_width, g))
+    else:
+        body += [*totals, *pair_lines(speed, page.inner_width)]
     return box(titled("dbench serve", clean(progress.model, g)), body, page, note)

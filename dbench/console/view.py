@@ -9,12 +9,11 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Protocol, Self, TextIO
 
-from rich.console import Console
-
 from dbench.console.live import LiveView
 from dbench.console.look import ASCII, UNICODE, Glyphs
 from dbench.console.pages import Progress
 from dbench.console.plain import PlainView
+from dbench.console.printing import PatientConsole
 
 _DUMB = frozenset({"", "dumb", "unknown"})
 _NO = frozenset({"", "0", "false", "no", "off"})
@@ -68,7 +67,7 @@ def make_view(*, dashboard: bool, stream: TextIO | None = None, environment: Map
     environment = os.environ if environment is None else environment
     able = abilities(stream, environment)
     live = dashboard and able.redraws
-    console = Console(
+    console = PatientConsole(
         file=stream,
         force_terminal=live,
         no_color=not able.colours,
@@ -89,7 +88,7 @@ def _is_c_locale(environment: Mapping[str, str]) -> bool:
 
 
 def _can_write(stream: TextIO, glyphs: Glyphs) -> bool:
-    used = "".join((glyphs.corners, glyphs.down, glyphs.full, glyphs.partial, glyphs.passed, glyphs.spark, "…"))
+    used = "".join((glyphs.corners, glyphs.down, glyphs.full, glyphs.half, glyphs.passed, glyphs.spark, "…"))
     try:
         used.encode(stream.encoding or "ascii")
     except (UnicodeEncodeError, LookupError):

@@ -9,14 +9,14 @@ from itertools import groupby
 
 from rich.text import Text
 
-from dbench.console.layout import BORDER, Cell, Column, Lines, Page, box, pairs, table, titled
+from dbench.console.layout import BORDER, Cell, Column, Lines, Page, box, pair_lines, table, titled
 from dbench.console.look import NOTHING, Glyphs, bar, clean, number, percent, share_of, shorten, sparkline
 from dbench.console.rates import Rate, RateTable
 from dbench.progress import WorkerProgress
 
 STATE_STYLES = {
     "busy": "green",
-    "idle": "bright_black",
+    "idle": "dim",
     "queued": "yellow",
     "starting": "yellow",
     "draining": "magenta",
@@ -26,23 +26,25 @@ _HOLLOW = frozenset({"idle", "starting"})
 
 
 def workers_box(workers: Sequence[WorkerProgress], rates: RateTable, page: Page, max_rows: int) -> Lines:
-    """One row per worker, at most `max_rows` of them; the rest is counted in the last row."""
+    """One row per worker, at most `max_rows` of them, the last of which counts the rest; empty without room."""
+    if max_rows < min(2, len(workers)):
+        return []
     if not workers:
-        return box(titled("workers"), [Text("no worker has reported yet", style="bright_black")], page)
+        return box(titled("workers"), [Text("no worker has reported yet", style="dim")], page)
     shown = workers if len(workers) <= max_rows else workers[: max(0, max_rows - 1)]
     body = table(_columns(page), [_row(w, rates.of(w.worker_id), page) for w in shown], page.inner_width, page.glyphs)
     hidden = workers[len(shown) :]
     if hidden:
         more = f"{page.glyphs.ellipsis} {len(hidden)} more: {_states(hidden)}"
-        body.append(shorten(Text(more, style="bright_black"), page.inner_width, page.glyphs))
+        body.append(shorten(Text(more, style="dim"), page.inner_width, page.glyphs))
     note = f"{_states(workers)} {page.glyphs.separator} {number(rates.total.tokens_per_s)} tokens/s"
-    return box(titled("workers"), body, page, Text(note, style="bright_black"))
+    return box(titled("workers"), body, page, Text(note, style="dim"))
 
 
-def workers_line(workers: Sequence[WorkerProgress], rates: RateTable, width: int) -> Text:
-    """All workers in one line."""
+def workers_lines(workers: Sequence[WorkerProgress], rates: RateTable, width: int) -> Lines:
+    """All workers together: one line where the width allows it."""
     used, total = sum(w.pages_used for w in workers), sum(w.pages_total for w in workers)
-    return pairs(
+    return pair_lines(
         [
             ("workers", _states(workers) if workers else NOTHING),
             ("tokens/s", number(rates.total.tokens_per_s)),
@@ -80,19 +82,19 @@ def _states(workers: Sequence[WorkerProgress]) -> str:
 def _columns(page: Page) -> list[Column]:
     columns = [
         Column("id", right=True),
-        Column("device", rank=3, min_width=8),
+        Column("device", rank=5, min_width=8),
         Column("state", min_width=6),
-        Column("waiting", right=True),
+        Column("waiting", rank=1, right=True),
         Column("active", right=True),
-        Column("tokens/s", right=True),
-        Column("TPF", right=True),
-        Column("KV use", rank=1, min_width=6, max_width=24),
+        Column("tokens/s", rank=2, right=True),
+        Column("TPF", rank=3, right=True),
+        Column("KV use", rank=4, min_width=6, max_width=24),
     ]
     if page.is_wide:
-        columns.append(Column("pages", rank=4, right=True))
-        columns.append(Column("tokens", rank=4, right=True))
+        columns.append(Column("pages", rank=6, right=True))
+        columns.append(Column("tokens", rank=7, right=True))
         if page.glyphs.spark:
-            columns.append(Column("tokens/s, last 2 minutes", rank=5, min_width=10, max_width=60))
+            columns.append(Column("tokens/s, last 2 minutes", rank=8, min_width=10, max_width=60))
     return columns
 
 
