@@ -10,10 +10,21 @@ from __future__ import annotations
 
 import csv
 import io
+import math
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
 
 from dbench.events import SCHEMA_VERSION
+from dbench.metrics import load_run, metric_values
+from dbench.plots import Outcome, Title, TrialPoint, latency_cdfs, sla_metric_vs_qps
+from dbench.progress import Verdict
 from dbench.result_files import write_json, write_text
 from dbench.search.results import JobResult, SearchResults, job_to_json
+from dbench.search.sla import parse_rule
+from dbench.search.space import qps_name
+from dbench.search.store import StoredTrial
 
 RESULTS_NAME = "capacity_search_results"
 SUMMARY_FILE = "job_summary.json"
@@ -64,4 +75,38 @@ def _cell(value: object) -> object:
 
 
 def write_job_plots(results: SearchResults, job: JobResult) -> None:
-    """Draw the job's trials."""
+    """Draw the job: per rule its value at every rate that was run, and the latencies on both sides of the capacity."""
+    if not job.trials:
+        return
+    plots = results.folder / JOBS / job.folder_name / PLOTS
+    rules = [parse_rule(text) for text in job.rules]
+    outcome = Outcome(job.bracket.highest_pass, job.bracket.lowest_fail, job.capacity)
+    about = f"{job.name} · {job.num_requests} requests per trial · {job.reason.replace('_', ' ')}"
+    for rule in rules:
+        points = [TrialPoint(t.qps, _value(t, rule.text), str(t.verdict)) for t in job.trials]
+        stem = plots / f"{rule.subject.replace(':', '_')}_vs_qps"
+        sla_metric_vs_qps(points, rule, outcome, stem, Title(f"{rule.subject} against the offered load", about))
+    curves = {label: _latencies(results.folder / trial.run_dir) for label, trial in _compared(job).items()}
+    limit = next((rule for rule in rules if rule.metric == "request_e2e_time"), None)
+    if any(values.size for values in curves.values()):
+        latency_cdfs(curves, limit, plots / "latency_cdfs", Title("End-to-end latency", about))
+
+
+def _value(trial: StoredTrial, rule: str) -> float:
+    return next((value.value for value in trial.rules if value.rule == rule), math.inf)
+
+
+def _compared(job: JobResult) -> dict[str, StoredTrial]:
+    """Label -> trial: the last pass and the first fail, or every trial of a list without an SLA."""
+    if not job.rules:
+        return {f"{qps_name(t.qps)} QPS": t for t in job.trials}
+    sides = (
+        ("last pass", job.trial_at(job.bracket.highest_pass, Verdict.PASS)),
+        ("first fail", job.trial_at(job.bracket.lowest_fail, Verdict.FAIL)),
+    )
+    return {f"{side}, {qps_name(trial.qps)} QPS": trial for side, trial in sides if trial is not None}
+
+
+def _latencies(run_dir: Path) -> NDArray[np.float64]:
+    """Of the judged requests; failed ones infinite."""
+    return metric_values(load_run(run_dir), "request_e2e_time")

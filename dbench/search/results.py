@@ -16,7 +16,9 @@ from dbench.search.store import RuleValue, StoredTrial
 ERROR = "error"
 INTERRUPTED = "interrupted"
 RUNNING = "running"
-"""Reasons of a job beside those of StopReason: it raised, Ctrl-C ended it, it is not over."""
+REEVALUATED = "reevaluated"
+"""Reasons of a job beside those of StopReason: it raised, Ctrl-C ended it, it is not over, or its stored trials
+were judged by other limits, which leave a wider bracket than was asked for."""
 
 PASSED = {Verdict.PASS: True, Verdict.FAIL: False}
 """Verdict -> passed; null for the others."""
@@ -44,6 +46,8 @@ class JobResult:
     @property
     def capacity(self) -> float | None:
         """The highest rate that meets the SLA; None where the search ended without one."""
+        if self.reason == REEVALUATED:
+            return self.bracket.highest_pass
         if self.reason not in set(StopReason):
             return None
         return capacity_of([t.tried() for t in self.trials], self.settings, StopReason(self.reason))

@@ -19,6 +19,7 @@ from dbench.search.capacity import Stop, Wait, bracket_of, in_range, next_step
 from dbench.search.files import JOBS, write_job_plots, write_results
 from dbench.search.keys import digest
 from dbench.search.objective import Interrupted, Objective, TrialRunner
+from dbench.search.pin import pinned
 from dbench.search.plan import Job, SearchPlan
 from dbench.search.results import ERROR, INTERRUPTED, RUNNING, JobResult, SearchResults
 from dbench.search.store import Claim, StoredTrial, TrialStore
@@ -70,9 +71,7 @@ class _Search:
 
     def run(self) -> SearchResults:
         """All jobs, those that other processes work on last."""
-        waiting = deque(
-            _JobSearch(job, self._plan, self._tools, self._on_progress, self._keep) for job in self._plan.jobs
-        )
+        waiting = deque(self._job_search(job) for job in self._plan.jobs)
         for search in waiting:
             search.open()
             self._results[search.job.name] = search.standing(RUNNING)
@@ -92,6 +91,10 @@ class _Search:
                 self._keep(search.standing(INTERRUPTED))
             return self._write(interrupted=True)
         return self._write()
+
+    def _job_search(self, job: Job) -> _JobSearch:
+        kept = pinned(job, self._plan.folder / JOBS / job.folder_name)
+        return _JobSearch(kept, self._plan, self._tools, self._on_progress, self._keep)
 
     def _run_job(self, search: _JobSearch) -> bool:
         """Whether the job is over; False while another process runs a trial of it."""
