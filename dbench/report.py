@@ -22,13 +22,12 @@ from dbench.metrics import (
     worker_summary,
     worker_timeline,
 )
-from dbench.plots import (
-    Title,
+from dbench.plots.canvas import Title, save_figure
+from dbench.plots.run_figures import (
     arrivals_figure,
     cdf_figure,
     depths_figure,
     kv_figure,
-    save_figure,
     utilization_figure,
 )
 from dbench.result_files import write_csv, write_json
