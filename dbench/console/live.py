@@ -13,7 +13,7 @@ from typing import Self
 from rich.console import Console, ConsoleOptions, ConsoleRenderable, RenderHook, RenderResult
 from rich.control import Control
 from rich.live import Live
-from rich.segment import ControlType
+from rich.segment import ControlType, Segment
 from rich.text import Text
 
 from dbench.console.board import Board
@@ -127,8 +127,23 @@ class _Frame:
             return [Text(message[: page.width], style="red")]
 
 
+class _Code:
+    """A control code that rich has no name for."""
+
+    def __init__(self, code: str) -> None:
+        self._code = code
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        yield Segment(self._code, None, [(ControlType.HOME,)])  # the mark only says that the text takes no columns
+
+
+_BEGIN_FRAME = _Code("\x1b[?2026h")
+_END_FRAME = _Code("\x1b[?2026l")
+"""Synchronized output: terminals that know it show a frame at once, without flicker; others ignore it."""
+
+
 class _Reflow(RenderHook):
-    """Puts the cursor where Live expects it after the terminal became narrower.
+    """Frames each drawing, and puts the cursor where Live expects it after the terminal became narrower.
 
     Terminals wrap the lines that no longer fit, so the region takes more rows than Live will erase.
     """
@@ -138,7 +153,7 @@ class _Reflow(RenderHook):
         self._frame = frame
 
     def process_renderables(self, renderables: list[ConsoleRenderable]) -> list[ConsoleRenderable]:
-        return [*self._controls(), *renderables]
+        return [_BEGIN_FRAME, *self._controls(), *renderables, _END_FRAME]
 
     def prepare(self) -> None:
         """The same for a drawing that this hook does not see."""
