@@ -18,6 +18,7 @@ from dbench.events import Event, event_from_json
 from dbench.serve.proto import dbench_pb2 as pb
 from dbench.serve.proto.dbench_pb2_grpc import DbenchStub
 from dbench.serve.wire import (
+    AUTHORIZATION,
     MAX_MESSAGE_BYTES,
     Accepted,
     FinishedBlock,
@@ -25,6 +26,7 @@ from dbench.serve.wire import (
     PollState,
     ServerStatus,
     Submission,
+    bearer,
     event_lines_from_message,
     generate_reply_from_message,
     poll_state_from_message,
@@ -51,11 +53,15 @@ class Client:
 
     def __init__(self, address: str, api_key: str | None = None) -> None:
         self._address = address
-        self._metadata = (("authorization", f"Bearer {api_key}"),) if api_key else ()
+        self._api_key = api_key
+        self._metadata: tuple[tuple[str, str], ...] = ()
         self._channel: grpc.aio.Channel | None = None
         self._stub: Any = None
 
     async def __aenter__(self) -> Client:
+        """Connects at the first call. Raises OptionError for an API key that cannot be sent."""
+        if self._api_key is not None:
+            self._metadata = ((AUTHORIZATION, bearer(self._api_key)),)
         self._channel = grpc.aio.insecure_channel(self._address, options=CHANNEL_OPTIONS)
         self._stub = DbenchStub(self._channel)  # type: ignore[no-untyped-call]
         return self

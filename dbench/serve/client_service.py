@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hmac
 from collections.abc import Awaitable, Callable
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeAlias
 
 import grpc
 
@@ -14,6 +14,7 @@ from dbench.serve.proto import dbench_pb2 as pb
 from dbench.serve.proto.dbench_pb2_grpc import DbenchServicer
 from dbench.serve.tracking import TrackedRequest
 from dbench.serve.wire import (
+    AUTHORIZATION,
     Accepted,
     GenerateReply,
     ServerStatus,
@@ -25,8 +26,8 @@ from dbench.serve.wire import (
     submission_from_message,
 )
 
-Context = grpc.aio.ServicerContext[Any, Any]
-Handler = grpc.RpcMethodHandler[Any, Any]
+Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
+Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 
 STATUS_CODES: dict[type[DbenchError], grpc.StatusCode] = {
     RequestError: grpc.StatusCode.INVALID_ARGUMENT,
@@ -36,7 +37,6 @@ STATUS_CODES: dict[type[DbenchError], grpc.StatusCode] = {
 """How a refused submission looks on the wire; the details are the error's line."""
 
 SERVICE_NAME: str = pb.DESCRIPTOR.services_by_name["Dbench"].full_name
-AUTHORIZATION = "authorization"
 
 
 class ClientService(DbenchServicer):
@@ -99,10 +99,10 @@ class ClientService(DbenchServicer):
 
 
 class ApiKeyInterceptor(grpc.aio.ServerInterceptor):
-    """Refuses calls of the client service without `authorization: Bearer KEY`."""
+    """Refuses calls of the client service whose authorization is not the wanted one."""
 
-    def __init__(self, api_key: str) -> None:
-        self._wanted = f"Bearer {api_key}".encode()
+    def __init__(self, wanted: str) -> None:
+        self._wanted = wanted.encode()
 
     async def intercept_service(
         self,

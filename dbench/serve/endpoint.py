@@ -19,7 +19,7 @@ from dbench.serve.hub import Hub
 from dbench.serve.link_service import WorkerLinkService
 from dbench.serve.proto import dbench_pb2 as pb
 from dbench.serve.proto.dbench_pb2_grpc import add_DbenchServicer_to_server, add_WorkerLinkServicer_to_server
-from dbench.serve.wire import MAX_MESSAGE_BYTES, ServerStatus
+from dbench.serve.wire import MAX_MESSAGE_BYTES, ServerStatus, bearer
 
 LINK_SERVICE: str = pb.DESCRIPTOR.services_by_name["WorkerLink"].full_name
 SERVER_OPTIONS = (
@@ -91,7 +91,8 @@ class Endpoint:
         """Bind and answer, with health NOT_SERVING. Raises OptionError."""
         check_address(self._service)
         key = self._service.api_key
-        server = grpc.aio.server(options=SERVER_OPTIONS, interceptors=[ApiKeyInterceptor(key)] if key else [])
+        interceptors = [] if key is None else [ApiKeyInterceptor(bearer(key))]
+        server = grpc.aio.server(options=SERVER_OPTIONS, interceptors=interceptors)
         add_DbenchServicer_to_server(ClientService(self._hub, self._describe), server)  # type: ignore[no-untyped-call]
         add_WorkerLinkServicer_to_server(WorkerLinkService(self._hub, self._worker_key), server)  # type: ignore[no-untyped-call]
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)

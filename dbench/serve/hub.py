@@ -49,7 +49,7 @@ class Hub:
         self._scheduler = scheduler
         self._recorder = recorder
         self._log_requests = log_requests
-        self._links: dict[int, asyncio.Queue[Command]] = {}
+        self._links: dict[int, asyncio.Queue[Command | None]] = {}
         self._watchers: dict[str, list[asyncio.Event]] = {}
         self._moves: list[asyncio.Future[None]] = []
 
@@ -128,8 +128,8 @@ class Hub:
         is_starting = worker_id in fleet and fleet[worker_id].phase is WorkerPhase.STARTING
         return is_starting and worker_id not in self._links
 
-    def connect(self, worker_id: int) -> asyncio.Queue[Command]:
-        """The queue of commands for a worker whose stream has begun."""
+    def connect(self, worker_id: int) -> asyncio.Queue[Command | None]:
+        """The queue of commands for a worker whose stream has begun; its reader stops at None."""
         assert worker_id not in self._links, f"worker {worker_id} has a stream already"
         return self._links.setdefault(worker_id, asyncio.Queue())
 

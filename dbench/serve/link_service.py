@@ -6,7 +6,7 @@ import asyncio
 import hmac
 import logging
 from collections.abc import AsyncIterator
-from typing import Any
+from typing import Any, TypeAlias
 
 import grpc
 
@@ -25,7 +25,9 @@ from dbench.serve.wire_link import (
     worker_message_from_message,
 )
 
-Context = grpc.aio.ServicerContext[Any, Any]
+Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
+
+LAST_WRITE_TIMEOUT_S = 1.0
 
 logger = logging.getLogger(__name__)
 
@@ -52,8 +54,9 @@ class WorkerLinkService(WorkerLinkServicer):
         except ValueError as error:
             reason = f"it sent something that makes no sense: {error}"
         finally:
-            writer.cancel()
+            commands.put_nowait(None)
             self._hub.worker_gone(hello.worker_id, reason)
+        await asyncio.wait([writer], timeout=LAST_WRITE_TIMEOUT_S)
 
     async def _admit(self, first: pb.WorkerMessage | None, context: Context) -> Hello:
         """The Hello of an expected worker; anybody else's call is aborted."""
@@ -83,10 +86,14 @@ class WorkerLinkService(WorkerLinkServicer):
                 raise ValueError("a second hello")
 
 
-async def _write(commands: asyncio.Queue[Command], context: Context) -> None:
-    """Send commands until cancelled or the stream breaks, which its reader notices too."""
+async def _write(commands: asyncio.Queue[Command | None], context: Context) -> None:
+    """Send commands until None comes or the stream breaks, which its reader notices too.
+
+    It must not be cancelled: gRPC cannot end a call, and the worker would wait for ever, while a write that
+    nobody waits for any more is under way.
+    """
     try:
-        while True:
-            await context.write(command_to_message(await commands.get()))
+        while (command := await commands.get()) is not None:
+            await context.write(command_to_message(command))
     except Exception as error:
         logger.debug("the stream of a worker cannot be written: %s", error)

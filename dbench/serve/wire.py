@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from dbench.errors import RequestError
+from dbench.errors import OptionError, RequestError
 from dbench.progress import WorkerProgress
 from dbench.serve.proto import dbench_pb2 as pb
 from dbench.serve.sequence import SamplingParameters
@@ -17,6 +17,9 @@ MAX_MESSAGE_BYTES = 16 * 1024 * 1024
 
 NOT_FOUND = "NOT_FOUND"
 """The status string that Poll and Cancel give for an unknown request id."""
+
+AUTHORIZATION = "authorization"
+"""Metadata key that carries the API key."""
 
 COLOCATED = "colocated"
 """The kind of a worker that refreshes and decodes."""
@@ -125,6 +128,15 @@ class EventLines:
 
     lines: tuple[str, ...]
     num_forgotten: int
+
+
+def bearer(api_key: str) -> str:
+    """The value of AUTHORIZATION. Raises OptionError for a key that no header can carry."""
+    if not (api_key.isascii() and api_key.isprintable() and api_key == api_key.strip() and api_key):
+        raise OptionError(
+            "api_key: holds characters that no header can carry; use printable ASCII without spaces around"
+        )
+    return f"Bearer {api_key}"
 
 
 def worker_progress(worker: WorkerStatus) -> WorkerProgress:
