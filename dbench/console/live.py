@@ -84,11 +84,13 @@ class LiveView:
             print_lines(self._console, text, style, self._glyphs)
 
     def _restore(self) -> None:
-        if self._hooked:
-            self._console.pop_render_hook()  # ours; `stop` takes off Live's own, which lies below
-            self._hooked = False
-            self._reflow.prepare()
-        self._live.stop()
+        try:
+            if self._hooked:
+                self._console.pop_render_hook()  # ours; `stop` takes off Live's own, which lies below
+                self._hooked = False
+                self._reflow.prepare()
+        finally:
+            self._live.stop()
 
     def _refresh_often(self) -> None:
         while not self._leave.wait(1 / REFRESHES_PER_S):
