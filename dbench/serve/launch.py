@@ -40,6 +40,7 @@ class ServerProcess:
     ) -> None:
         self._service = replace(service, scheduler_port=0)
         level = logging.getLogger().getEffectiveLevel()
+        level = level if log_path is None else min(level, logging.INFO)  # a file bothers nobody
         self._config = ServerConfig(engine, self._service, config_json, level)
         self._log_path = log_path
         self._process: subprocess.Popen[str] | None = None
