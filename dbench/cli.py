@@ -20,7 +20,7 @@ import typer
 
 from dbench import __version__
 from dbench.cli_options import Argument, Command, Invocation, PanelCommand, typer_function
-from dbench.config import commands_with
+from dbench.config import commands_with, unknown_variables
 from dbench.errors import DbenchError
 from dbench.values import nearest
 
@@ -158,6 +158,8 @@ def _call(arguments: list[str]) -> int:
     program = typer.main.get_command(build_app())
     parsed = program.main(args=arguments, prog_name=PROGRAM, standalone_mode=False)
     if isinstance(parsed, Invocation):
+        for line in unknown_variables(os.environ):
+            logger.warning("%s", line)
         return parsed.command.handler(parsed)
     return int(parsed or EXIT_OK)
 
@@ -197,8 +199,8 @@ def _usage_line(error: Any) -> str:
     """One line for a wrong command line, with the nearest flag or the commands that have it."""
     context = getattr(error, "ctx", None)
     path = context.command_path if context else PROGRAM
-    flag = getattr(error, "option_name", None)
-    if flag is None or not flag.startswith("--") or "no such option" not in error.message.lower():
+    flag = str(getattr(error, "option_name", ""))
+    if context is None or not flag.startswith("--") or "no such option" not in error.message.lower():
         return f"{error.format_message().rstrip('.')} (see {path} --help)"
     known = [name for p in context.command.params for name in (*p.opts, *p.secondary_opts) if name.startswith("--")]
     elsewhere = commands_with(flag.removeprefix("--").replace("-", "_"))

@@ -6,7 +6,6 @@ Precedence: default < YAML file < environment < flag. `resolve.py` then fills in
 from __future__ import annotations
 
 import json
-import logging
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
@@ -19,8 +18,6 @@ import yaml
 from dbench.errors import OptionError
 from dbench.options import COMMAND_SECTIONS, Option, options_of
 from dbench.values import nearest, read_text, read_value, show
-
-logger = logging.getLogger(__name__)
 
 S = TypeVar("S")
 
@@ -246,22 +243,24 @@ def _yaml_error(path: Path, error: yaml.YAMLError) -> str:
     return f"{path}: not valid YAML: {' '.join(str(error).split())}"
 
 
-def _variables(table: Mapping[str, Option], environment: Mapping[str, str]) -> dict[str, str]:
-    """Option name -> text, for this command's variables; an empty variable counts as unset.
+def unknown_variables(environment: Mapping[str, str]) -> list[str]:
+    """A line for each DBENCH_ variable that belongs to no option of any command.
 
-    A variable of another command is passed over; one that no command knows is logged, since a prefix
-    is no proof that it was meant for dbench.
+    No error: a prefix is no proof that a variable was meant for dbench.
     """
-    by_variable = {option.environment_variable: name for name, option in table.items()}
     everywhere = option_table(s for sections in COMMAND_SECTIONS.values() for s in sections)
-    known = [option.environment_variable for option in everywhere.values()]
-    found = {}
-    for variable, text in sorted(environment.items()):
-        if variable in by_variable and text.strip():
-            found[by_variable[variable]] = text
-        elif variable.startswith(VARIABLE_PREFIX) and variable not in known:
-            logger.warning("environment variable %s belongs to no option%s", variable, nearest(variable, known))
-    return found
+    known = {option.environment_variable for option in everywhere.values()}
+    return [
+        f"environment variable {variable} belongs to no option{nearest(variable, known)}"
+        for variable in sorted(environment)
+        if variable.startswith(VARIABLE_PREFIX) and variable not in known
+    ]
+
+
+def _variables(table: Mapping[str, Option], environment: Mapping[str, str]) -> dict[str, str]:
+    """Option name -> text, for this command's variables; an empty variable counts as unset."""
+    texts = {name: environment.get(option.environment_variable, "") for name, option in table.items()}
+    return {name: text for name, text in texts.items() if text.strip()}
 
 
 def _public_text(option: Option, value: object) -> str:

@@ -166,7 +166,7 @@ class ServiceOptions:
         False, "Write worker_batch_metrics.csv, a row per batch.", panel="Metrics"
     )
     export_partial_metrics: bool = option(
-        False, "Write tables and plots at shutdown when nobody called ExportMetrics.", panel="Metrics"
+        False, "Write tables and plots to metrics_output_dir at shutdown.", panel="Metrics"
     )
 
 

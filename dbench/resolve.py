@@ -134,7 +134,7 @@ def memory_and_budget(plan: ServePlan) -> ServePlan:
     full_batch = plan.engine.max_batch_size * longest
     if full_batch <= within_share:
         return plan.auto("kv_max_pages", full_batch, "max_batch_size canvases of max_model_len")
-    why = f"a quarter of {_gib(available)} available memory over {plan.num_workers} worker(s)"
+    why = f"a quarter of {_gib(available)} available memory, shared by {plan.num_workers} worker(s)"
     if within_share < longest:
         why = "one canvas of max_model_len"
     return plan.auto("kv_max_pages", max(longest, within_share), why)

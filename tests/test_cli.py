@@ -172,6 +172,14 @@ def test_busy_port_is_refused_before_anything_starts(capsys: pytest.CaptureFixtu
         assert "which is in use on 127.0.0.1" in error_line(capsys, "serve", "--scheduler-port", str(port))
 
 
+def test_unknown_variable_is_a_warning_and_no_error(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("DBENCH_QPSS", "3")
+    assert main(["trace", "show"]) == 0
+    assert ["DBENCH_QPSS" in record.getMessage() for record in caplog.records] == [True]
+
+
 def test_flags_reach_the_command_as_text(monkeypatch: pytest.MonkeyPatch) -> None:
     invocation = parsed(
         monkeypatch, "search-capacity", "--qps", "fast", "--sla", "a", "--sla=b", "--no-shuffle", "--json"

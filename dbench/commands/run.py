@@ -68,10 +68,10 @@ def run_command(invocation: Invocation) -> int:
 
 def one_kind_of_loop(resolved: Resolved) -> Resolved:
     """Open loop or closed loop, whichever flag was given; both flags are refused."""
-    both = [name for name in ("qps", "concurrency") if resolved.origins[name] == FLAG]
-    if len(both) == 2:
+    flags = [name for name in ("qps", "concurrency") if resolved.origins[name] == FLAG]
+    if len(flags) == 2:
         raise OptionError("--concurrency: given together with --qps; a closed loop has no rate, leave one of them out")
-    if both == ["qps"]:
+    if flags == ["qps"] and resolved.section(LoadOptions).concurrency is not None:
         return resolved.replace("concurrency", None, f"{AUTO_PREFIX}--qps was given")
     return resolved
 

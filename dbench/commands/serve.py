@@ -8,11 +8,13 @@ from pathlib import Path
 
 from dbench.cli_options import Invocation
 from dbench.commands.common import new_folder, open_view
+from dbench.commands.summary import print_summary
 from dbench.config import AUTO_PREFIX, Resolved
 from dbench.console import View
 from dbench.environment import describe_environment
 from dbench.errors import OptionError
 from dbench.options import EngineOptions, ServiceOptions
+from dbench.report import write_report
 from dbench.resolve import resolve_serve
 from dbench.result_files import write_json, write_text
 from dbench.serve.server import serve
@@ -34,13 +36,16 @@ def serve_command(invocation: Invocation) -> int:
     for line in resolved.lines():
         view.print(f"{line.name} = {line.value_text} ({line.origin})")
     with view:
-        return serve(
+        code = serve(
             resolved.section(EngineOptions),
             service,
             config_json=resolved.to_json(),
             on_progress=view.update,
             on_ready=lambda address: _announce(view, address),
         )
+    if service.export_partial_metrics:
+        print_summary(write_report(folder), folder, as_json=False)
+    return code
 
 
 def _with_argument(invocation: Invocation) -> Invocation:
