@@ -79,6 +79,8 @@ def write_job_plots(results: SearchResults, job: JobResult) -> None:
     if not job.trials:
         return
     plots = results.folder / JOBS / job.folder_name / PLOTS
+    for old in plots.glob("*"):  # of another SLA: they would speak of other limits
+        old.unlink()
     rules = [parse_rule(text) for text in job.rules]
     outcome = Outcome(job.bracket.highest_pass, job.bracket.lowest_fail, job.capacity)
     about = f"{job.name} · {job.num_requests} requests per trial · {job.reason.replace('_', ' ')}"
