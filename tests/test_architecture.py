@@ -131,6 +131,8 @@ LAYERS = {
     "dbench.report": 6,
     "dbench.cli_options": 7,
     "dbench.commands": 7,
+    "dbench.commands.common": 7,
+    "dbench.commands.summary": 7,
     "dbench.commands.serve": 7,
     "dbench.commands.run": 7,
     "dbench.commands.search": 7,
