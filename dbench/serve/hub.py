@@ -134,6 +134,7 @@ class Hub:
         return self._links.setdefault(worker_id, asyncio.Queue())
 
     def worker_ready(self, hello: Hello, ready: Ready) -> None:
+        """Raises ValueError when it was ready before."""
         self._scheduler.worker_ready(hello, ready, self.clock())
         self._follow_up()
 

@@ -136,11 +136,10 @@ class ServerProcess:
             self._end(process)
 
     def _end(self, process: subprocess.Popen[str]) -> None:
-        """Interrupt it twice, which ends it and its workers without a drain; kill what is then left."""
+        """Interrupt what starts or drains, which ends it and its workers at once; kill what is then left."""
         try:
-            for _ in range(2):
-                if process.poll() is None:
-                    process.send_signal(signal.SIGINT)
+            if process.poll() is None:
+                process.send_signal(signal.SIGINT)
             self._wait(process, KILL_TIMEOUT_S)
         finally:
             if process.poll() is None:

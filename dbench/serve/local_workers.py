@@ -14,6 +14,7 @@ from dbench.serve.handover import WorkerConfig
 MODULE = "dbench.serve.worker"
 READ_BYTES = 65536
 SIGNAL_TIMEOUT_S = 3.0
+NORMAL_ENDING = "exit code 0"
 
 logger = logging.getLogger(__name__)
 
@@ -126,6 +127,8 @@ class LocalWorkers:
 
     async def _watch(self, worker: LocalWorker) -> None:
         worker.ending = await worker.wait()
+        if worker.ending != NORMAL_ENDING:
+            logger.warning("worker %d ended: %s", worker.worker_id, worker.ending)
         self._gone(worker.worker_id, f"its process ended ({worker.ending})")
 
     def _running(self) -> list[LocalWorker]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -98,3 +99,5 @@ class Recorder:
         except OSError as error:
             logger.error("%s cannot be written any more and ends here: %s", file.name, one_line(error))
             self._file = None
+            with suppress(OSError):  # what it still holds cannot be written either
+                file.close()

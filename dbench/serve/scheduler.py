@@ -150,9 +150,10 @@ class Scheduler:
     # ---- what happens to workers ----
 
     def worker_ready(self, hello: Hello, ready: Ready, now_s: float) -> None:
-        """A starting worker has loaded its model and takes blocks from now on."""
+        """A starting worker has loaded its model and takes blocks from now on. ValueError if it is not starting."""
         worker = self.fleet[hello.worker_id]
-        assert worker.phase is WorkerPhase.STARTING, f"worker {hello.worker_id} is {worker.phase}, not starting"
+        if worker.phase is not WorkerPhase.STARTING:
+            raise ValueError(f"worker {hello.worker_id} says that it is ready but is {worker.phase}, not starting")
         worker.phase = WorkerPhase.READY
         worker.device, worker.pid, worker.capacity = hello.device, hello.pid, ready
         self._emit(
@@ -174,6 +175,7 @@ class Scheduler:
             return
         was_asked = worker.phase is WorkerPhase.DRAINING
         worker.phase = WorkerPhase.ENDED if was_asked else WorkerPhase.LOST
+        worker.last_state = None
         if not was_asked:
             self.fleet.last_loss = f"worker {worker_id} was lost: {reason}"
             self._emit(WorkerLost(now_s, SOURCE, worker_id, reason))

@@ -255,6 +255,8 @@ def main() -> int:
         print(json.dumps({key: value}), flush=True)
 
     line = child.read_config_line()
+    if not line:
+        return child.PARENT_GONE_EXIT_CODE
     child.end_with_parent()
     try:
         config = ServerConfig.from_json(line)

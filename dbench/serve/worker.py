@@ -140,6 +140,8 @@ def main() -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal; the parent decides
     child.die_with_parent_thread()
     line = child.read_config_line()
+    if not line:
+        return child.PARENT_GONE_EXIT_CODE
     child.end_with_parent()
     config = WorkerConfig.from_json(line)
     child.log_to_stderr(config.log_level)

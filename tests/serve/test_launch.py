@@ -94,6 +94,27 @@ def test_requests_that_outlast_the_drain_are_cancelled_with_the_reason() -> None
         assert_all_end(family)
 
 
+def test_a_second_interrupt_ends_a_drain_at_once() -> None:
+    async def scenario(process: subprocess.Popen[str], address: str) -> None:
+        async with Client(address) as client:
+            request_id = await client.submit(Submission((1, 2, 3), 248, SLOW, ignore_eos=True))
+            process.send_signal(signal.SIGINT)
+
+            async def is_draining() -> bool:
+                return not (await client.status()).ready_for_requests
+
+            await eventually(is_draining)
+            assert not (await client.poll(request_id)).completion_s
+            process.send_signal(signal.SIGINT)
+
+    with server_child(drain_timeout_s=1000.0, max_tokens_per_iteration=4) as process:
+        address = answer(process)["address"]
+        family = family_of(process.pid)
+        run(scenario(process, address))
+        assert process.wait(60) == 130
+        assert_all_end(family)
+
+
 def test_no_worker_survives_a_killed_server() -> None:
     with launch(gpus="cpu,cpu") as server:
         family = family_of(server.pid)
@@ -200,6 +221,11 @@ def test_a_stop_during_the_start_ends_the_start() -> None:
         return await run_server(deployment_of(engine), service, config_json, stop, Observer(lambda address: None))
 
     assert run(scenario()) == 130
+
+
+def test_the_server_process_does_without_torch() -> None:
+    program = "import sys, dbench.serve.server, dbench.serve.launch, dbench.serve.client; print('torch' in sys.modules)"
+    assert subprocess.check_output([sys.executable, "-c", program], text=True) == "False\n"
 
 
 def test_what_children_are_told_survives_the_pipe_and_hides_its_secrets() -> None:

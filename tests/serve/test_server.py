@@ -301,7 +301,7 @@ def test_metrics_start_anew_at_a_reset_with_how_things_stand() -> None:
             reset_s = await client.reset_metrics()
             result = await submit_and_wait(client, Submission(PROMPT, 8))
             events = await exported(client)
-            assert [e.worker_id for e in events if isinstance(e, WorkerUp)] == [0, 1]
+            assert {e.worker_id for e in events if isinstance(e, WorkerUp)} == {0, 1}
             finished = [e for e in events if isinstance(e, RequestFinished)]
             assert [(e.request_id, e.num_gen_tokens) for e in finished] == [(result.request_id, 8)]
             assert min(e.at_s for e in events) >= reset_s - 1.0
@@ -320,7 +320,7 @@ def test_events_are_appended_to_the_metrics_folder(tmp_path: Path) -> None:
     with (tmp_path / "new" / "events.jsonl").open() as lines:
         events = list(read_events(lines))
     assert [e.request_id for e in events if isinstance(e, RequestFinished)] == [request_id]
-    assert [e.worker_id for e in events if isinstance(e, WorkerUp)] == [0, 1]
+    assert {e.worker_id for e in events if isinstance(e, WorkerUp)} == {0, 1}
 
 
 def test_many_requests_at_once_all_come_back() -> None:

@@ -11,7 +11,7 @@ import pytest
 from dbench.errors import ServerUnavailable
 from dbench.serve.fake_runner import FakeScript
 from dbench.serve.wire import Submission
-from dbench.serve.wire_link import EngineProgress, Hello, worker_message_to_message
+from dbench.serve.wire_link import EngineProgress, Hello, WorkerMessage, worker_message_to_message
 from dbench.serve.worker_stream import StreamEnded, WorkerStream
 from tests.serve.server_builders import DEADLINE_S, WORKER_KEY, Gate, ServerInThisProcess, final_state, run
 
@@ -91,14 +91,17 @@ def test_a_worker_with_a_wrong_key_or_number_is_refused() -> None:
     run(scenario())
 
 
-def test_a_worker_that_talks_nonsense_is_lost() -> None:
+@pytest.mark.parametrize(
+    "nonsense", [EngineProgress(0.0, 0, event_lines=("{}",)), Hello(WORKER_KEY, 0, "cpu", 1)], ids=["event", "hello"]
+)
+def test_a_worker_that_talks_nonsense_is_lost(nonsense: WorkerMessage) -> None:
     async def scenario() -> None:
         async with (
             ServerInThisProcess() as server,
             grpc.aio.insecure_channel(server.endpoint.local_address) as channel,
         ):
             connect = channel.stream_stream("/dbench.v1.WorkerLink/Connect")
-            messages = (Hello(WORKER_KEY, 0, "cpu", 1), EngineProgress(0.0, 0, event_lines=("{}",)))
+            messages = (Hello(WORKER_KEY, 0, "cpu", 1), nonsense)
             call = connect(iter([worker_message_to_message(m).SerializeToString() for m in messages]))
             async for _ in call:
                 pass

@@ -112,7 +112,8 @@ class DbenchServicer:
         raise NotImplementedError('Method not implemented!')
 
     def ResetMetrics(self, request, context):
-        """Forgets the events recorded so far.
+        """Forgets the events recorded so far. How things stand (workers, their states, the depth of the queue)
+        becomes the first events of the next export, dated to the reset.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -1,0 +1,86 @@
+"""The recorder keeps a bounded number of events and says how many it forgot."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from dbench.errors import OptionError
+from dbench.events import Event, SchedulerDepth, WorkerLost, WorkerState, WorkerUp, event_from_json
+from dbench.serve import recorder as module
+from dbench.serve.recorder import Recorder
+
+
+def depth(number: int) -> SchedulerDepth:
+    return SchedulerDepth(float(number), "scheduler", number, 0)
+
+
+def up(worker_id: int) -> WorkerUp:
+    return WorkerUp(1.0, "scheduler", worker_id, "cpu", 8, 16, 1)
+
+
+def state(worker_id: int, at_s: float) -> WorkerState:
+    return WorkerState(at_s, f"worker-{worker_id}", worker_id, "idle", 0, 0, 0, 0, 0, 8, 0)
+
+
+def exported(recorder: Recorder) -> list[Event]:
+    return [event_from_json(line) for part in recorder.export() for line in part.lines]
+
+
+def test_an_export_gives_what_was_recorded_in_order() -> None:
+    recorder = Recorder(None)
+    recorder.record([depth(1), depth(2)])
+    recorder.record([depth(3)])
+    assert exported(recorder) == [depth(1), depth(2), depth(3)]
+
+
+def test_beyond_its_bound_the_oldest_are_forgotten_and_counted() -> None:
+    recorder = Recorder(None, max_events=2)
+    recorder.record(depth(number) for number in range(5))
+    assert exported(recorder) == [depth(3), depth(4)]
+    assert [part.num_forgotten for part in recorder.export()] == [3]
+
+
+def test_an_export_comes_in_parts_of_bounded_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    recorder = Recorder(None)
+    recorder.record(depth(number) for number in range(7))
+    monkeypatch.setattr(module, "MAX_BATCH_LINES", 3)
+    assert [len(part.lines) for part in recorder.export()] == [3, 3, 1]
+    monkeypatch.setattr(module, "MAX_BATCH_BYTES", 10)
+    assert [len(part.lines) for part in recorder.export()] == [1] * 7
+
+
+def test_an_empty_export_is_one_empty_part() -> None:
+    assert [part.lines for part in Recorder(None).export()] == [()]
+
+
+def test_a_reset_keeps_how_things_stand_at_that_moment() -> None:
+    recorder = Recorder(None)
+    recorder.record([up(0), up(1), depth(4), state(0, 2.0), state(1, 2.5), state(1, 3.0), depth(5)])
+    recorder.record([WorkerLost(4.0, "scheduler", 0, "gone")])
+    recorder.reset(9.0)
+    kept = exported(recorder)
+    assert {type(event) for event in kept} == {WorkerUp, WorkerState, SchedulerDepth}
+    assert {event.at_s for event in kept} == {9.0}
+    assert [event.worker_id for event in kept if isinstance(event, WorkerUp | WorkerState)] == [1, 1]
+    assert [event.pending_requests for event in kept if isinstance(event, SchedulerDepth)] == [5]
+    assert [part.num_forgotten for part in recorder.export()] == [0]
+
+
+def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(OptionError, match=r"metrics_output_dir .* cannot be written"):
+        Recorder(tmp_path / "file" / "folder").__enter__()
+
+
+def test_a_file_that_fails_ends_the_file_but_not_the_server(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    full = Path("/dev/full")
+    if not full.exists():
+        pytest.skip("no /dev/full here")
+    (tmp_path / "events.jsonl").symlink_to(full)
+    with Recorder(tmp_path) as recorder:
+        recorder.record([depth(1)])
+        recorder.record([depth(2)])
+    assert caplog.text.count("cannot be written any more") == 1
+    assert exported(recorder) == [depth(1), depth(2)]
