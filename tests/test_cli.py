@@ -160,6 +160,7 @@ def test_attaching_refuses_serve_options_from_yaml_but_passes_over_variables(
     monkeypatch.setenv("DBENCH_KV_PAGE_SIZE", "8")
     assert main(["run", "--server", "127.0.0.1:1", "--no-dashboard"]) == 1
     assert "127.0.0.1:1" in capsys.readouterr().err.splitlines()[-1]
+    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_busy_port_is_refused_before_anything_starts(capsys: pytest.CaptureFixture[str]) -> None:

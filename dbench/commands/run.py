@@ -18,7 +18,7 @@ from dbench.errors import OptionError
 from dbench.load.driver import RunResult, run_load
 from dbench.load.lengths import length_source
 from dbench.load.stop import cancel_on_signals
-from dbench.load.target import GrpcTarget
+from dbench.load.target import GrpcTarget, TargetInfo
 from dbench.options import EngineOptions, LoadOptions, SamplingOptions, ServiceOptions, TerminalOptions, options_of
 from dbench.progress import RunProgress
 from dbench.report import write_report
@@ -49,21 +49,27 @@ def run_command(invocation: Invocation) -> int:
     length_source(load)
     if load.server is not None:
         refuse_server_options(resolved)
+        with view:
+            result = _run(load.server, resolved, None, view.update)
     else:
         resolved = with_own_server(resolved)
-    folder = new_folder(load.output_dir, load.name or DEFAULT_NAME, place=resolved.place("name"))
-    write_text(folder / CONFIG_FILE, config_text(resolved))
-    write_json(folder / ENVIRONMENT_FILE, describe_environment())
-    with view:
-        if load.server is not None:
-            result = _run(load.server, resolved, folder, view.update)
-        else:
+        folder = new_run_folder(resolved)
+        with view:
             result = _run_own_server(resolved, folder, view.update)
-    summary = write_report(folder)
-    print_summary(summary, folder, as_json=invocation.json)
+    summary = write_report(result.run_dir)
+    print_summary(summary, result.run_dir, as_json=invocation.json)
     if result.exit_code != EXIT_OK:
         return result.exit_code
     return EXIT_OK if summary.valid else EXIT_FAILED
+
+
+def new_run_folder(resolved: Resolved) -> Path:
+    """A new folder that holds what the run will be: its configuration and this machine."""
+    load = resolved.section(LoadOptions)
+    folder = new_folder(load.output_dir, load.name or DEFAULT_NAME, place=resolved.place("name"))
+    write_text(folder / CONFIG_FILE, config_text(resolved))
+    write_json(folder / ENVIRONMENT_FILE, describe_environment())
+    return folder
 
 
 def one_kind_of_loop(resolved: Resolved) -> Resolved:
@@ -109,22 +115,31 @@ def _run_own_server(resolved: Resolved, folder: Path, on_progress: Callable[[Run
         return _run(server.address, resolved, folder, on_progress)
 
 
-def _run(address: str, resolved: Resolved, folder: Path, on_progress: Callable[[RunProgress], None]) -> RunResult:
-    """The first Ctrl-C or SIGTERM ends the run and keeps what it measured, the second ends dbench."""
+def _run(
+    address: str, resolved: Resolved, folder: Path | None, on_progress: Callable[[RunProgress], None]
+) -> RunResult:
+    """Run against the server at an address; without a folder, one is made as soon as the server answers.
 
+    The first Ctrl-C or SIGTERM ends the run and keeps what it measured, the second ends dbench.
+    """
+    load, sampling = resolved.section(LoadOptions), resolved.section(SamplingOptions)
     key = resolved.section(ServiceOptions).api_key
 
     async def run() -> RunResult:
         with cancel_on_signals():
             async with aclosing(GrpcTarget(address, key)) as target:
-                info = await target.info()
-                if resolved.section(LoadOptions).server is not None:
-                    write_json(folder / SERVER_CONFIG_FILE, json.loads(info.resolved_config_json))
-                    write_json(folder / SERVER_ENVIRONMENT_FILE, json.loads(info.environment_json))
-                load, sampling = resolved.section(LoadOptions), resolved.section(SamplingOptions)
-                return await run_load(target, load, sampling, folder, on_progress=on_progress)
+                run_dir = folder or _attached_folder(resolved, await target.info())
+                return await run_load(target, load, sampling, run_dir, on_progress=on_progress)
 
     try:
         return asyncio.run(run())
     except asyncio.CancelledError:
         raise KeyboardInterrupt from None
+
+
+def _attached_folder(resolved: Resolved, server: TargetInfo) -> Path:
+    """A run's folder with what the server says of itself."""
+    folder = new_run_folder(resolved)
+    write_json(folder / SERVER_CONFIG_FILE, json.loads(server.resolved_config_json))
+    write_json(folder / SERVER_ENVIRONMENT_FILE, json.loads(server.environment_json))
+    return folder
