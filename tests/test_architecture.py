@@ -91,7 +91,7 @@ LAYERS = {
     "dbench.search.sla": 1,
     "dbench.search.capacity": 1,
     "dbench.search.verdict": 1,
-    "dbench.search.growth": 1,
+    "dbench.search.statistics": 1,
     "dbench.search.lease": 1,
     "dbench.search.keys": 2,
     "dbench.search.storage": 2,

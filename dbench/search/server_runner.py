@@ -7,11 +7,12 @@ import logging
 from contextlib import aclosing
 from pathlib import Path
 
+from dbench.config import option_table
 from dbench.environment import describe_environment
 from dbench.load.driver import RunResult, run_load
 from dbench.load.stop import cancel_on_signals
 from dbench.load.target import GrpcTarget
-from dbench.options import EngineOptions, LoadOptions, SamplingOptions, ServiceOptions
+from dbench.options import COMMAND_SECTIONS, EngineOptions, LoadOptions, SamplingOptions, ServiceOptions
 from dbench.result_files import write_json, write_text
 from dbench.search.objective import OnRun
 from dbench.search.plan import Job
@@ -22,6 +23,9 @@ logger = logging.getLogger(__name__)
 CONFIG_FILE = "config.yaml"
 ENVIRONMENT_FILE = "environment.json"
 SERVER_LOG_FILE = "server.log"
+
+RUN_OPTIONS = option_table(COMMAND_SECTIONS["run"])
+"""What a run's config.yaml holds, so that `dbench run --config` takes it."""
 
 FROM_THE_SEARCH = "auto: set by the search"
 
@@ -39,7 +43,7 @@ class ServerRunner:
         options = self._options
         for name in ("qps", "concurrency", "num_requests", "name"):
             options = options.replace(name, getattr(load, name), FROM_THE_SEARCH)
-        write_text(run_dir / CONFIG_FILE, options.to_yaml())
+        write_text(run_dir / CONFIG_FILE, options.to_yaml(RUN_OPTIONS))
         write_json(run_dir / ENVIRONMENT_FILE, describe_environment())
         server = self._ready_server()
         result = self._load(server.address, load, run_dir, on_progress)

@@ -17,6 +17,7 @@ from dbench.metrics import RunData, error_rate, goodput, judged_mean, judged_qua
 from dbench.metrics import quantile as quantile_of
 from dbench.progress import Verdict
 from dbench.search.sla import Rule, RuleResult, evaluate, is_time
+from dbench.search.statistics import is_lost
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -170,10 +171,4 @@ def _lost_alone(rule: Rule, judged: pd.DataFrame, alone: NDArray[np.bool_], qps:
     values = np.where(failed, rule.failure, judged[rule.metric].to_numpy(dtype=np.float64))
     if rule.quantile is None:
         return not rule.holds(float(values[alone].sum()) / count)
-    beyond = sum(not rule.holds(v) for v in values[alone])
-    return beyond > max_beyond(rule.quantile, count)
-
-
-def max_beyond(q: float, count: int) -> int:
-    """How many of `count` values may lie beyond a limit that their q-quantile keeps: count - ceil(q count)."""
-    return count - math.ceil(q * count - 1e-9)
+    return is_lost(rule, count, values[alone])

@@ -7,8 +7,9 @@ import signal
 from pathlib import Path
 
 import psutil
-import yaml
 
+from dbench.config import resolve
+from dbench.options import COMMAND_SECTIONS
 from dbench.progress import RunPhase, SearchProgress, Verdict
 from dbench.search.study import run_search
 from tests.search.builders import only_job, plan
@@ -40,7 +41,8 @@ def test_a_server_that_dies_under_load_is_started_again_and_none_is_left(tmp_pat
     assert job.capacity == 20
     run_dir = results.folder / job.trials[0].run_dir
     assert run_dir.name == "20-2"
-    assert yaml.safe_load((run_dir / "config.yaml").read_text())["qps"] == 20
+    repeated = resolve(COMMAND_SECTIONS["run"], {}, yaml_path=run_dir / "config.yaml", environment={})
+    assert repeated.value("qps") == 20
     for name in ("events.jsonl", "request_metrics.csv", "environment.json", "trial_result.json"):
         assert (run_dir / name).is_file()
     assert (run_dir.parent.parent / "server.log").is_file()

@@ -7,15 +7,12 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from dbench.events import Event, RequestDone
 from dbench.metrics import RunData, load_run
 from dbench.progress import Verdict
-from dbench.quantiles import quantile
 from dbench.search.sla import Rule, parse_rules
-from dbench.search.verdict import TrialEnd, judge, max_beyond, was_alone
+from dbench.search.verdict import TrialEnd, judge, was_alone
 from tests.search.builders import Requests, run_events, write_events
 
 NUM_REQUESTS = 50  # 10 of them warm up, 40 are judged
@@ -148,13 +145,6 @@ def test_a_fail_of_requests_that_were_alone_is_hopeless(
 def test_which_requests_were_alone(starts: list[float], ends: list[float | None], alone: list[bool]) -> None:
     requests = pd.DataFrame({"intended_s": starts, "done_s": np.array(ends, dtype=float)})
     assert was_alone(requests).tolist() == alone
-
-
-@given(st.lists(st.integers(0, 5), min_size=1, max_size=300), st.sampled_from([0.5, 0.9, 0.95, 0.99, 0.07]))
-def test_a_quantile_keeps_its_limit_while_no_more_values_lie_beyond_it(values: list[int], q: float) -> None:
-    for limit in range(6):
-        beyond = sum(v > limit for v in values)
-        assert (quantile(values, q) <= limit) is (beyond <= max_beyond(q, len(values)))
 
 
 def is_end_of(event: Event, indices: range) -> bool:
