@@ -26,8 +26,9 @@ _STYLES = {
     Verdict.FAIL: "red",
     Verdict.RUNNING: "bold cyan",
     Verdict.INVALID: "yellow",
+    Verdict.UNJUDGED: "blue",
 }
-_ORDER = (Verdict.INVALID, Verdict.FAIL, Verdict.PASS, Verdict.RUNNING)
+_ORDER = (Verdict.UNJUDGED, Verdict.INVALID, Verdict.FAIL, Verdict.PASS, Verdict.RUNNING)
 """Which mark wins a column that several trials share: the last."""
 
 
@@ -69,6 +70,7 @@ def verdict_mark(verdict: Verdict, glyphs: Glyphs) -> tuple[str, str]:
         Verdict.FAIL: glyphs.failed,
         Verdict.RUNNING: glyphs.running,
         Verdict.INVALID: glyphs.invalid,
+        Verdict.UNJUDGED: glyphs.dot,
     }
     return marks[verdict], _STYLES[verdict]
 
