@@ -27,13 +27,20 @@ class WorkerProgress:
     """Returned tokens."""
 
 
+class ServerState(StrEnum):
+    STARTING = "starting"
+    READY = "ready"
+    NOT_READY = "no worker ready"
+    DRAINING = "draining"
+
+
 @dataclass(frozen=True, slots=True)
 class ServeProgress:
     """A server at one moment."""
 
     address: str
     model: str
-    ready: bool
+    state: ServerState
     uptime_s: float
     num_in_server: int
     num_pending: int

@@ -19,6 +19,7 @@ from dbench.progress import (
     RunProgress,
     SearchProgress,
     ServeProgress,
+    ServerState,
     TrialProgress,
     Verdict,
     WorkerProgress,
@@ -42,7 +43,7 @@ _WORKER = WorkerProgress(
 _SERVE = ServeProgress(
     address="127.0.0.1:50051",
     model="embedded",
-    ready=True,
+    state=ServerState.READY,
     uptime_s=63.2,
     num_in_server=12,
     num_pending=3,

@@ -13,7 +13,7 @@ from rich.cells import cell_len
 from dbench.console.look import ASCII, UNICODE
 from dbench.console.pages import Progress
 from dbench.console.rates import UNKNOWN, RateTable
-from dbench.progress import RuleProgress, RunPhase, RunProgress, Verdict
+from dbench.progress import RuleProgress, RunPhase, RunProgress, ServerState, Verdict
 from tests.console_snapshots import ERROR_RULE, RULE, lines, run, search, serve, trial, view_text, worker, workers
 
 LONG = "a" * 300
@@ -46,7 +46,7 @@ def test_serve_names_model_address_state_and_totals() -> None:
 
 
 def test_a_server_that_starts_says_so() -> None:
-    text = view_text(serve(ready=False, workers=()))
+    text = view_text(serve(state=ServerState.STARTING, workers=()))
     assert "starting" in text
     assert "ready" not in text
     assert "no worker has reported yet" in text

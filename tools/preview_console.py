@@ -23,6 +23,7 @@ from dbench.progress import (
     RunProgress,
     SearchProgress,
     ServeProgress,
+    ServerState,
     TrialProgress,
     Verdict,
     WorkerProgress,
@@ -78,7 +79,7 @@ def serve_snapshots(server: InventedServer, at: float, step: float) -> ServeProg
     return ServeProgress(
         address=ADDRESS,
         model="invented/LLaDA-8B-Instruct",
-        ready=at > 2,
+        state=ServerState.READY if at > 2 else ServerState.STARTING,
         uptime_s=at,
         num_in_server=int(load * 40),
         num_pending=int(load * 4),

@@ -150,7 +150,7 @@ def trial_line(trial: TrialProgress, glyphs: Glyphs) -> str:
 
 def _serve_line(p: ServeProgress, rates: RateTable, glyphs: Glyphs) -> str:
     return (
-        f"serve {clean(p.model, glyphs)} at {clean(p.address, glyphs)}: {'ready' if p.ready else 'starting'}, "
+        f"serve {clean(p.model, glyphs)} at {clean(p.address, glyphs)}: {p.state}, "
         f"up {elapsed(p.uptime_s)}, {p.num_in_server} in server, {p.num_pending} pending, "
         f"{p.num_completed} completed, {p.num_failed} failed, {p.num_cancelled} cancelled{_workers_text(p, rates)}"
     )
@@ -197,7 +197,7 @@ def _stage(progress: Progress) -> object:
     """What makes a line worth printing at once when it changes."""
     match progress:
         case ServeProgress():
-            return progress.ready
+            return progress.state
         case RunProgress():
             return progress.phase
         case SearchProgress():

@@ -9,7 +9,7 @@ from dbench.console.look import clean, elapsed, number
 from dbench.console.rates import RateTable
 from dbench.console.stack import stack
 from dbench.console.workers import errors_box, workers_box
-from dbench.progress import ServeProgress
+from dbench.progress import ServeProgress, ServerState
 
 MAX_ERRORS = 5
 
@@ -25,7 +25,7 @@ def serve_view(progress: ServeProgress, rates: RateTable, page: Page) -> Lines:
 
 def _head(progress: ServeProgress, rates: RateTable, page: Page) -> Lines:
     g = page.glyphs
-    note = Text("ready", style="bold green") if progress.ready else Text("starting", style="bold yellow")
+    note = Text(progress.state, style="bold green" if progress.state is ServerState.READY else "bold yellow")
     where = pairs([("address", clean(progress.address, g) or "-")], page.inner_width, style="bold")
     up = pairs([("up", elapsed(progress.uptime_s))], page.inner_width)
     totals = pair_lines(

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 
 from dbench.errors import ServerUnavailable
 from dbench.events import Event, RequestFinished, WorkerLost
+from dbench.progress import ServerState
 from dbench.serve.fleet import WorkerPhase
 from dbench.serve.recorder import Recorder
 from dbench.serve.scheduler import Scheduler
@@ -54,6 +55,14 @@ class Hub:
         self._moves: list[asyncio.Future[None]] = []
 
     # ---- for clients ----
+
+    @property
+    def state(self) -> ServerState:
+        if self.is_draining:
+            return ServerState.DRAINING
+        if not self.is_open:
+            return ServerState.STARTING
+        return ServerState.READY if self.is_ready else ServerState.NOT_READY
 
     @property
     def is_ready(self) -> bool:

@@ -157,9 +157,9 @@ def build_hub(deployment: Deployment, service: ServiceOptions, recorder: Recorde
 
 
 def worker_configs(deployment: Deployment, address: str, worker_key: str) -> list[WorkerConfig]:
-    """One per device; the workers on the CPU share its cores."""
+    """One per device; the workers on the CPU share its cores, less one for the scheduler and its clients."""
     num_on_cpu = sum(device.startswith("cpu") for device in deployment.devices)
-    num_threads = max(1, _num_cores() // max(1, num_on_cpu))
+    num_threads = max(1, (_num_cores() - 1) // max(1, num_on_cpu))
     level = logging.getLogger().getEffectiveLevel()
     return [
         WorkerConfig(address, worker_key, worker_id, device, num_threads, level, deployment.options)

@@ -48,7 +48,7 @@ class ServerDescription:
         return ServeProgress(
             address=address,
             model=self.deployment.served_model_name,
-            ready=hub.is_ready,
+            state=hub.state,
             uptime_s=hub.clock() - self.started_s,
             num_in_server=hub.num_in_server,
             num_pending=hub.num_pending,
