@@ -51,7 +51,7 @@ def time_weighted_mean(values: ArrayLike, durations: ArrayLike) -> float:
 
 
 def cumulative_distribution(values: ArrayLike, num_points: int) -> tuple[Floats, Floats]:
-    """(shares, values) of the steps of the distribution, at most `num_points`, never past the finite values.
+    """(shares, values) of the distribution's steps: all, or those at `num_points` evenly spaced quantiles.
 
     The last share is below 1 where some values are +inf. Raises ValueError as `quantile` does.
     """
@@ -59,8 +59,8 @@ def cumulative_distribution(values: ArrayLike, num_points: int) -> tuple[Floats,
     if np.isnan(array).any():
         raise ValueError("a distribution of values that hold a NaN")
     num_finite = int(np.searchsorted(array, np.inf, side="left"))
-    ranks = np.unique(np.ceil(np.linspace(min(1, num_finite), num_finite, num_points) - _ROUNDING).astype(np.int64))
-    ranks = ranks[ranks > 0]
+    ranks = np.ceil(np.linspace(0.0, 1.0, num_points) * array.size - _ROUNDING).astype(np.int64)
+    ranks = np.unique(np.clip(ranks, 1, num_finite)) if num_finite else ranks[:0]
     return ranks / max(1, array.size), array[ranks - 1]
 
 

@@ -107,7 +107,12 @@ def run_title(data: RunData, config: Mapping[str, Any]) -> str:
     rate = ""
     if qps is not None:
         rate = "closed loop" if qps == 0 else "all at once" if qps == float("inf") else f"{qps:.4g} QPS offered"
-    parts = (Path(str(model)).name if model else "", lengths, rate, f"{data.num_requests} requests")
+    parts = (
+        Path(str(model)).name if model else "",
+        lengths,
+        rate,
+        f"{data.num_requests} request{'s' * (data.num_requests != 1)}",
+    )
     return " · ".join(part for part in parts if part)
 
 

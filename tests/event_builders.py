@@ -27,6 +27,7 @@ from dbench.measure.event_log import EventLog
 from dbench.measure.run_data import RunData, run_data
 
 START_S = 1000.0
+"""Of the file's clock; not 0, so that a forgotten subtraction shows."""
 
 
 def run_of(*events: Event) -> RunData:
