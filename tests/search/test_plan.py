@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -165,3 +166,11 @@ def test_a_wrong_file_of_jobs_is_refused_with_its_place(tmp_path: Path, text: st
 )
 def test_names_become_folder_names(name: str, folder: str) -> None:
     assert as_folder_name(name) == folder
+
+
+def test_the_example_of_the_documentation_can_be_run(tmp_path: Path) -> None:
+    document = (Path(__file__).parents[2] / "docs" / "capacity-search.md").read_text(encoding="utf-8")
+    (example,) = re.findall(r"```yaml\n(.*?)```", document, re.DOTALL)
+    small, large, curve = plan(tmp_path, example).jobs
+    assert (small.settings.start_qps, large.settings.start_qps, curve.settings.qps_list) == (1, None, (0.5, 1, 2, 4))
+    assert [rule.text for rule in curve.rules] == ["request_e2e_time:p90<=8s", "error_rate<=0.02"]
