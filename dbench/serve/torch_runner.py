@@ -8,7 +8,6 @@ Shapes: B spans, T packed rows, R masked rows of their blocks, V vocabulary, L b
 
 from __future__ import annotations
 
-import logging
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from dbench.errors import ModelError, unknown_name
+from dbench.errors import ModelError, OptionError, unknown_name
 from dbench.serve.attention import ATTENTION_BACKENDS
 from dbench.serve.batch import PackedBatch, SlotSizes, SlotTable, pack
 from dbench.serve.families import FAMILIES, ModelConfig, read_model_config
@@ -29,8 +28,6 @@ from dbench.serve.runner import Phase, Span, SpanResult, StepResult, Ticket
 from dbench.serve.sequence import BlockKey, BlockTask, SamplingParameters
 from dbench.serve.unmask import Candidates, Proposals, choose, join, propose
 from dbench.serve.weights import WeightSource, load_weights
-
-logger = logging.getLogger(__name__)
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 MAX_LOGITS = 1 << 24
@@ -55,7 +52,7 @@ class RunnerConfig:
 
 
 def build_runner(config: RunnerConfig) -> TorchRunner:
-    """Read the model and reserve its slots and pages; raises ModelError for a model that cannot be used."""
+    """Read the model and reserve its slots and pages; raises ModelError or OptionError for what cannot be used."""
     if config.dtype not in DTYPES:
         raise ModelError(unknown_name("dtype", config.dtype, DTYPES))
     model_config = read_model_config(config.model_dir)
@@ -64,13 +61,20 @@ def build_runner(config: RunnerConfig) -> TorchRunner:
             f"mask id {config.mask_token_id} is outside the vocabulary of {model_config.vocab_size} in "
             f"{config.model_dir}; give one with --mask-id"
         )
+    max_canvas = min(model_config.max_sequence_length, config.num_pages * config.page_size)
+    if max_canvas <= config.block_length:
+        raise OptionError(
+            f"a block of {config.block_length} and one token of prompt do not fit into {max_canvas} tokens "
+            f"({config.num_pages} pages of {config.page_size}, context {model_config.max_sequence_length}); "
+            "raise --kv-max-pages or lower --block-length"
+        )
     torch.set_num_threads(config.num_threads)
     device = torch.device(config.device)
     source = WeightSource(config.model_dir, config.load_format, DTYPES[config.dtype], device, config.seed)
     weights = load_weights(model_config, source)
     sizes = SlotSizes(
         num_slots=config.num_slots,
-        max_canvas=min(model_config.max_sequence_length, config.num_pages * config.page_size),
+        max_canvas=max_canvas,
         block_length=config.block_length,
         page_size=config.page_size,
         mask_token_id=config.mask_token_id,

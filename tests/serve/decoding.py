@@ -14,6 +14,7 @@ from tests.serve.checkpoints import EOS, MASK
 
 PAGE_SIZE = 8
 NUM_PAGES = 640
+MAX_ITERATIONS = 1000
 
 
 def runner_for(directory: Path, block_length: int, *, dtype: str = "float32", num_slots: int = 16) -> TorchRunner:
@@ -76,6 +77,7 @@ def run_jobs(runner: TorchRunner, jobs: list[Job], block_length: int, eos: Itera
     held: dict[int, list[int]] = {}
     iteration = 0
     while not all(job.is_done for job in jobs):
+        assert iteration < MAX_ITERATIONS, "some block never ends"
         for slot, job in enumerate(jobs):
             if job.is_done or slot in spans or iteration < job.start:
                 continue

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from dbench.errors import ModelError
+from dbench.errors import ModelError, OptionError
 from dbench.serve.families import find_model
 from dbench.serve.runner import Phase, Span
 from dbench.serve.sequence import SamplingParameters
@@ -44,7 +45,7 @@ def assert_same_as_alone(reference: Reference, jobs: list[Job], block_length: in
         assert (job.ids, job.steps_per_block) == (alone.ids, alone.steps_per_block)
 
 
-@pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
+@pytest.mark.parametrize("sampling", SAMPLINGS, ids=lambda s: f"{s.unmasking_strategy}-{s.temperature}")
 @pytest.mark.parametrize("prompt_length", [1, 37])
 def test_one_sequence_equals_the_reference(checkpoint: Path, sampling: SamplingParameters, prompt_length: int) -> None:
     runner = runner_for(checkpoint, 8)
@@ -222,25 +223,20 @@ def test_the_embedded_model_decodes_varied_tokens() -> None:
     assert all(len(set(block)) > 12 for block in tokens)
 
 
-@pytest.mark.parametrize(
-    ("changes", "named"),
-    [({"dtype": "int8"}, "unknown dtype 'int8'"), ({"mask_token_id": 64}, "mask id 64 is outside")],
-)
-def test_what_cannot_be_built_is_one_line(checkpoint: Path, changes: dict[str, object], named: str) -> None:
-    values: dict[str, object] = {"dtype": "float32", "mask_token_id": MASK, **changes}
-    with pytest.raises(ModelError, match=named):
-        build_runner(
-            RunnerConfig(
-                model_dir=checkpoint,
-                load_format="auto",
-                dtype=str(values["dtype"]),
-                device="cpu",
-                seed=0,
-                num_pages=NUM_PAGES,
-                page_size=PAGE_SIZE,
-                num_slots=1,
-                block_length=8,
-                mask_token_id=int(str(values["mask_token_id"])),
-                num_threads=1,
-            )
-        )
+def config_of(checkpoint: Path) -> RunnerConfig:
+    return RunnerConfig(checkpoint, "auto", "float32", "cpu", 0, NUM_PAGES, PAGE_SIZE, 1, 8, MASK, 1)
+
+
+def test_an_unknown_dtype_lists_the_known_ones(checkpoint: Path) -> None:
+    with pytest.raises(ModelError, match="unknown dtype 'int8'"):
+        build_runner(replace(config_of(checkpoint), dtype="int8"))
+
+
+def test_a_mask_id_outside_the_vocabulary_is_refused(checkpoint: Path) -> None:
+    with pytest.raises(ModelError, match="mask id 64 is outside the vocabulary of 64"):
+        build_runner(replace(config_of(checkpoint), mask_token_id=64))
+
+
+def test_pages_that_hold_no_block_are_refused(checkpoint: Path) -> None:
+    with pytest.raises(OptionError, match="block of 8 and one token of prompt do not fit into 8 tokens"):
+        build_runner(replace(config_of(checkpoint), num_pages=1))
