@@ -193,6 +193,15 @@ def test_an_infinite_value_is_drawn_inside_the_figure_above_all_others() -> None
     assert 900 < heights[4] < axes.get_ylim()[1]
 
 
+def test_a_failure_where_large_values_are_wanted_is_drawn_at_the_foot() -> None:
+    rule = parse_rule("request_tokens_unmasked_per_forward_pass:p50>=2")
+    table = trials((1, 2.8, "pass"), (2, -math.inf, "fail")).rename(columns={"request_e2e_time": rule.metric})
+    with style():
+        (axes,) = qps_figure(table, TITLE, rule, Outcome(1, 2, 1)).axes
+    heights = {x: y for c in axes.collections for x, y in np.asarray(c.get_offsets()).reshape(-1, 2) if x == 2}
+    assert axes.get_ylim()[0] < heights[2] < 2
+
+
 def test_search_figures_write_their_csv_with_full_rates(tmp_path: Path) -> None:
     points = [TrialPoint(0.00246913, math.inf, "fail"), TrialPoint(0.00123456789, 1.23456, "pass")]
     sla_metric_vs_qps(points, RULE, Outcome(0.00123456789, 0.00246913, 0.00123456789), tmp_path / "a", TITLE)

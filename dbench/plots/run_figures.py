@@ -37,6 +37,9 @@ PHASE_COLOURS = {
 FEW_WORKERS = 3
 """Up to here a worker's panel is high; beyond, the figure would not fit a page."""
 
+VISIBLE_SHARE = 0.02
+"""What never takes more of an interval has no place in the legend: nobody would find its colour."""
+
 LOG_SCALED = ("request_time_between_tokens",)
 """Gaps inside a block and between blocks differ by a factor of ten and more."""
 
@@ -114,6 +117,7 @@ def kv_figure(table: pd.DataFrame, title: Title) -> Figure:
 def utilization_figure(table: pd.DataFrame, title: Title) -> Figure:
     """What each worker did with its time, as stacked shares; white is idle."""
     shown = [name for name in PHASE_COLOURS if table[name].any()]
+    labels = [name.removesuffix("_ratio") if table[name].max() >= VISIBLE_SHARE else f"_{name}" for name in shown]
     figure, panels = _panel_per_worker(table, title, len(shown))
     for axes, (_, own) in zip(panels, table.groupby("worker_id"), strict=True):
         if shown:
@@ -121,7 +125,7 @@ def utilization_figure(table: pd.DataFrame, title: Title) -> Figure:
                 own["time_s"],
                 *(100.0 * own[name] for name in shown),
                 colors=[PHASE_COLOURS[name] for name in shown],
-                labels=[name.removesuffix("_ratio") for name in shown],
+                labels=labels,
                 linewidth=0,
                 step="mid",
             )
@@ -185,7 +189,8 @@ def _say_share_of_zeros(axes: Axes, table: pd.DataFrame) -> None:
     zeros = table[table.iloc[:, 1] == 0]
     if len(zeros):
         share = float(zeros["cdf"].iloc[-1])
-        _note(axes, f"{share:.0%} are 0: fixed in the same step as the token before", (0.985, share), GREY)
+        foot = max(share, 0.09)
+        _note(axes, f"{share:.0%} are 0: fixed in the same step as the token before", (0.985, foot), GREY)
         axes.axhline(share, color=GREY, linestyle=":", linewidth=1.2)
 
 

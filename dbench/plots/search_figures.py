@@ -54,7 +54,7 @@ class TrialPoint:
 
     qps: float
     value: float
-    """What the rule compares; inf where the trial has no figure or an infinite one."""
+    """What the rule compares; inf where the trial has no figure, or an infinite one."""
     verdict: str
     """Of the whole trial: a key of VERDICTS."""
 
@@ -66,6 +66,14 @@ class Outcome:
     highest_pass: float | None
     lowest_fail: float | None
     capacity: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Ends:
+    """Heights at which infinite values are drawn, each with an arrow to its edge."""
+
+    bottom: float
+    top: float
 
 
 def sla_metric_vs_qps(points: Sequence[TrialPoint], rule: Rule, outcome: Outcome, stem: Path, title: Title) -> None:
@@ -103,7 +111,7 @@ def qps_figure(table: pd.DataFrame, title: Title, rule: Rule, outcome: Outcome) 
     has_bracket = outcome.highest_pass is not None and outcome.lowest_fail is not None
     figure, (axes,) = new_figure(title, (1.1,), len(shown) + has_bracket)
     values = table[rule.metric]
-    top = _scale_values(axes, values[values.map(math.isfinite)], rule.threshold)
+    ends = _scale_values(axes, values[values.map(math.isfinite)], rule.threshold)
     low, high = float(table["qps"].min()), float(table["qps"].max())
     margin = 1.12 if high / low < 4 else 1.25
     log_x(axes, low / margin, high * margin)
@@ -112,7 +120,7 @@ def qps_figure(table: pd.DataFrame, title: Title, rule: Rule, outcome: Outcome) 
     judged = table[values.map(math.isfinite) & (table["verdict"] != "invalid")]
     axes.plot(judged["qps"], judged[rule.metric], color=GREY, linewidth=1.0, alpha=0.7, zorder=2)
     for verdict in shown:
-        _draw_trials(axes, table[table["verdict"] == verdict], rule.metric, top)
+        _draw_trials(axes, table[table["verdict"] == verdict], rule.metric, ends)
     _draw_limit(axes, rule)
     if outcome.capacity is not None:
         _draw_capacity(axes, outcome.capacity)
@@ -137,22 +145,21 @@ def cdfs_figure(table: pd.DataFrame, title: Title, limit: float | None) -> Figur
     return figure
 
 
-def _scale_values(axes: Axes, finite: pd.Series, threshold: float) -> float:
+def _scale_values(axes: Axes, finite: pd.Series, threshold: float) -> _Ends:
     """Set the vertical axis so that limit and values have room; returns where infinite values are drawn."""
     known = [*finite.tolist(), threshold]
     low, high = min(known), max(known)
     if low > 0 and high / low > LOG_FROM_RATIO:
         log_y(axes, low / 1.8, high * 2.4)
-        return 1.7 * float(high)
+        return _Ends(low / 1.5, 1.7 * high)
     high = high if high > 0 else 1.0
     axes.set_ylim(0, 1.28 * high)
-    return 1.18 * float(high)
+    return _Ends(0.1 * high, 1.18 * high)
 
 
-def _draw_trials(axes: Axes, trials: pd.DataFrame, metric: str, top: float) -> None:
+def _draw_trials(axes: Axes, trials: pd.DataFrame, metric: str, ends: _Ends) -> None:
     label, marker, colour = VERDICTS[trials["verdict"].iloc[0]]
-    infinite = trials[~trials[metric].map(math.isfinite)]
-    heights = trials[metric].where(trials[metric].map(math.isfinite), top)
+    heights = trials[metric].replace({math.inf: ends.top, -math.inf: ends.bottom})
     axes.scatter(
         trials["qps"],
         heights,
@@ -165,11 +172,13 @@ def _draw_trials(axes: Axes, trials: pd.DataFrame, metric: str, top: float) -> N
         zorder=4,
         clip_on=False,
     )
-    for qps in infinite["qps"]:
+    for qps, value in zip(trials["qps"], trials[metric], strict=True):
+        if math.isfinite(value):
+            continue
         axes.annotate(
             "",
-            (qps, 1.0),
-            (qps, top),
+            (qps, 1.0 if value > 0 else 0.0),
+            (qps, ends.top if value > 0 else ends.bottom),
             xycoords=("data", "axes fraction"),
             textcoords="data",
             arrowprops={"arrowstyle": "-|>", "color": colour, "linewidth": 1.4, "shrinkA": 4, "shrinkB": 0},
