@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 import numpy as np
 import pandas as pd
-from numpy.typing import ArrayLike
 
 from dbench.measure.run_data import COMPLETED, UNFINISHED, RunData
 from dbench.quantiles import quantile, quantiles
@@ -163,8 +162,8 @@ def _distribution(values: pd.Series) -> Distribution | None:
 
 
 def _median(values: pd.Series) -> float | None:
-    known: ArrayLike = values.dropna()
-    return quantile(known, 0.5) if len(values.dropna()) else None
+    known = values.dropna()
+    return quantile(known, 0.5) if len(known) else None
 
 
 def _rate(moments: pd.Series) -> float | None:
