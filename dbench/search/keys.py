@@ -85,7 +85,8 @@ def _files(directory: Path) -> list[list[Any]]:
 
 
 def _trace(name: str | None) -> str:
+    """The content of the trace's file; the name of a trace that has none."""
     if name is None:
         return ""
     path = traces_dir() / f"{name}.quantiles.csv" if name in PROFILES else Path(name)
-    return hashlib.sha256(path.read_bytes()).hexdigest()
+    return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else name

@@ -41,7 +41,8 @@ from dbench.search.storage import (
 logger = logging.getLogger(__name__)
 
 START_QPS = "start_qps"
-"""User attribute of a study: the first rate, once it is known."""
+"""User attribute of a study: the first rate, once it is known. It holds for every SLA of the job, so that their
+searches try the same rates and can share the runs."""
 
 START_LEASE = "start_lease"
 """User attribute of a study: who is finding the first rate."""
@@ -94,9 +95,11 @@ class Claim:
 class TrialStore:
     """One Optuna study: the trials of one job under one SLA."""
 
-    def __init__(self, folder: Path, study_name: str, settings: SearchSettings) -> None:
+    def __init__(self, folder: Path, job_name: str, sla_key: str, settings: SearchSettings) -> None:
+        """`job_name` is one of the search's own folder names, `sla_key` tells the SLAs of the job apart."""
         self._folder = folder
-        self._study_name = study_name
+        self._prefix = f"{job_name}/"
+        self._study_name = self._prefix + sla_key
         self._settings = settings
         self._lock = FileLock(folder / "study.lock")
         self._owner: Owner | None = None
@@ -175,8 +178,9 @@ class TrialStore:
 
     def start_qps(self) -> float | None:
         """The first rate, if it is known."""
-        value: float | None = self._opened().user_attrs.get(START_QPS)
-        return value
+        studies = self._opened()._storage.get_all_studies()
+        known = (s.user_attrs.get(START_QPS) for s in studies if s.study_name.startswith(self._prefix))
+        return next((qps for qps in known if qps is not None), None)
 
     def claim_start(self) -> bool:
         """Whether this process shall find the first rate; False while another one does, or has done."""
@@ -185,7 +189,7 @@ class TrialStore:
             record = study.user_attrs.get(START_LEASE)
             lease = None if record is None else Lease.from_json(record)
             is_others = lease is not None and lease.owner != self._owner and not lease.is_over(time.time())
-            if is_others or START_QPS in study.user_attrs:
+            if is_others or self.start_qps() is not None:
                 return False
             study.set_user_attr(START_LEASE, self._new_lease())
             return True

@@ -133,7 +133,7 @@ class _JobSearch:
         self, job: Job, plan: SearchPlan, tools: Tools, on_progress: OnProgress, keep: Callable[[JobResult], None]
     ) -> None:
         self.job = job
-        self._store = TrialStore(plan.folder, f"{job.folder_name}/{digest(job.sla_text)}", job.settings)
+        self._store = TrialStore(plan.folder, job.folder_name, digest(job.sla_text), job.settings)
         self._objective = Objective(
             job, plan.folder, tools.runner(job, plan.folder / JOBS / job.folder_name), tools.report
         )

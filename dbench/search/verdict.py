@@ -90,11 +90,6 @@ def judge(end: TrialEnd, detail: str, data: RunData, rules: Sequence[Rule]) -> J
     )
 
 
-def binding_rule(results: Sequence[RuleResult]) -> RuleResult | None:
-    """The rule that is nearest to its limit, or furthest beyond it."""
-    return min(results, key=lambda r: r.margin, default=None)
-
-
 def lag_reason(data: RunData, rules: Sequence[Rule]) -> str:
     """Why the trial says more about the load generator than about the server; empty when it does not.
 

@@ -26,7 +26,7 @@ FORK = multiprocessing.get_context("fork")
 
 
 def open_store(folder: Path, settings: SearchSettings | None = None) -> TrialStore:
-    store = TrialStore(folder, "job", settings or SearchSettings(start_qps=1.0))
+    store = TrialStore(folder, "job", "sla", settings or SearchSettings(start_qps=1.0))
     store.open()
     return store
 
@@ -94,7 +94,7 @@ def test_a_lease_is_over_when_it_ran_out_or_its_process_is_gone() -> None:
 
 def test_a_trial_stores_its_owner_and_lease(tmp_path: Path) -> None:
     claimed(open_store(tmp_path))
-    study = optuna.load_study(study_name="job", storage=open_journal(tmp_path / "study.journal"))
+    study = optuna.load_study(study_name="job/sla", storage=open_journal(tmp_path / "study.journal"))
     lease = Lease.from_json(study.trials[0].user_attrs[LEASE])
     assert (lease.owner.host, lease.owner.pid) == (socket.gethostname(), os.getpid())
 
@@ -105,7 +105,7 @@ def test_the_sampler_proposes_what_the_search_would_try(tmp_path: Path) -> None:
         claim = claimed(store)
         store.finish(claim, outcome(claim, verdict))
     study = optuna.load_study(
-        study_name="job",
+        study_name="job/sla",
         storage=open_journal(tmp_path / "study.journal"),
         sampler=CapacitySampler(SearchSettings(start_qps=1.0)),
     )
@@ -146,7 +146,7 @@ def test_a_file_is_cut_after_its_last_newline(tmp_path: Path, before: bytes, aft
 
 
 def claimed_rates(folder: Path) -> list[float]:
-    study = optuna.load_study(study_name="job", storage=open_journal(folder / "study.journal"))
+    study = optuna.load_study(study_name="job/sla", storage=open_journal(folder / "study.journal"))
     return [trial.params["qps"] for trial in study.trials]
 
 

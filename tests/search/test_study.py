@@ -162,6 +162,14 @@ def test_the_probe_is_made_once(tmp_path: Path) -> None:
     assert only_job(second).settings.start_qps == only_job(first).settings.start_qps
 
 
+def test_another_sla_starts_at_the_same_rate_and_shares_the_runs(tmp_path: Path) -> None:
+    search(plan(tmp_path, start_qps=None), ScriptedRunner(sustains(9)))
+    runner = ScriptedRunner(sustains(9))
+    job = only_job(search(plan(tmp_path, start_qps=None, sla=["request_e2e_time:p50<=1s"]), runner))
+    assert runner.ran == []
+    assert job.reason == "bracket_closed"
+
+
 def test_a_probe_that_fails_is_an_error_of_the_job(tmp_path: Path) -> None:
     results = search(plan(tmp_path, start_qps=None), ScriptedRunner(sustains(1), endings={0.0: ["timeout"]}))
     assert "probe" in only_job(results).error
@@ -296,7 +304,7 @@ def test_ctrl_c_keeps_what_other_jobs_had_found(tmp_path: Path) -> None:
 def test_a_job_that_another_process_works_on_comes_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plan = jobs_plan(tmp_path)
     slow = plan.jobs[0]
-    other = TrialStore(plan.folder, f"{slow.folder_name}/{digest(slow.sla_text)}", slow.settings)
+    other = TrialStore(plan.folder, slow.folder_name, digest(slow.sla_text), slow.settings)
     other.open()
     claim = other.claim()
     assert isinstance(claim, Claim)
