@@ -18,7 +18,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from dbench.errors import ServerStartError, ServerUnavailable
 from dbench.models import embedded_directory
-from dbench.progress import ServeProgress
+from dbench.progress import ServeProgress, ServerState
 from dbench.serve.client import Client, submit_and_wait
 from dbench.serve.deployment import deployment_of
 from dbench.serve.handover import ServerConfig, WorkerConfig
@@ -208,7 +208,7 @@ def test_before_its_workers_are_ready_a_server_queues_and_health_says_not_servin
             assert await server == 0
 
     run(scenario())
-    assert not shown[0].ready
+    assert shown[0].state is ServerState.STARTING
     assert shown[0].workers[0].state == "starting"
 
 

@@ -113,8 +113,7 @@ def drain(rig: Rig) -> None:
     for worker_id, worker in rig.fleet.workers.items():
         if worker.phase is WorkerPhase.STARTING:
             rig.lose(worker_id)
-    while held := [w for w in rig.fleet.workers.values() if w.assignments]:
+    while held := [(w.worker_id, key) for w in rig.fleet.workers.values() for key in w.assignments]:
         tasks = {c.task.key: c.task for _, c in rig.commands if isinstance(c, RunBlock)}
-        for worker in held:
-            for key in list(worker.assignments):
-                rig.progress(worker.worker_id, done(tasks[key], tuple(range(BLOCK))))
+        for worker_id, key in held:
+            rig.progress(worker_id, done(tasks[key], tuple(range(BLOCK))))
