@@ -131,7 +131,7 @@ class EngineOptions:
         None, "Longest canvas, in tokens.", panel="Model", minimum=1, auto="the model's context limit"
     )
     tokenizer: str | None = option(
-        None, "Directory that holds tokenizer.json.", panel="Model", auto="the model directory"
+        None, "Directory that holds tokenizer.json, or 'embedded'.", panel="Model", auto="the value of model"
     )
     served_model_name: str | None = option(
         None, "Name of the model in status and reports.", panel="Model", auto="the value of model"
@@ -306,7 +306,7 @@ class ClientOptions:
     )
     ignore_eos: bool = option(False, "Decode the whole gen_length, past any end-of-text id.", panel="Request")
     tokenizer: str | None = option(
-        None, "Directory that holds tokenizer.json.", panel="Request", auto="the server's tokenizer"
+        None, "Directory that holds tokenizer.json, or 'embedded'.", panel="Request", auto="the server's tokenizer"
     )
     stream: bool = option(False, "Print each block as it comes.", panel="Request")
 

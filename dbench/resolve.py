@@ -16,7 +16,7 @@ from pathlib import Path
 from dbench.config import AUTO_PREFIX, Resolved
 from dbench.errors import ModelError, OptionError
 from dbench.options import EngineOptions, SamplingOptions, ServiceOptions
-from dbench.serve.families import ModelConfig, find_model, read_model_config
+from dbench.serve.families import ModelConfig, directory_of, find_model, read_model_config
 from dbench.serve.sequence import STRATEGY_PARAMETER
 
 EMBEDDED = "embedded"
@@ -97,7 +97,7 @@ def basics(plan: ServePlan) -> ServePlan:
     if name != EMBEDDED:
         plan = plan.normalised("model", str(directory.resolve()))
     plan = replace(plan, directory=directory, model=read_model_config(directory))
-    plan = _tokenizer(plan, directory)
+    plan = _tokenizer(plan)
     return _mask_id(_max_model_len(plan))
 
 
@@ -214,15 +214,15 @@ def check_sampling(resolved: Resolved) -> None:
         )
 
 
-def _tokenizer(plan: ServePlan, directory: Path) -> ServePlan:
+def _tokenizer(plan: ServePlan) -> ServePlan:
     if plan.engine.tokenizer is None:
-        return plan.auto("tokenizer", str(directory.resolve()), "the model directory")
-    path = Path(plan.engine.tokenizer).expanduser()
-    if not (path / TOKENIZER_FILE).is_file():
+        return plan.auto("tokenizer", plan.engine.model, "the value of model")
+    name = plan.engine.tokenizer
+    if not (directory_of(name) / TOKENIZER_FILE).is_file():
         raise ModelError(
-            f"{plan.resolved.place('tokenizer')}: got {str(path)!r}, wanted a directory that holds {TOKENIZER_FILE}"
+            f"{plan.resolved.place('tokenizer')}: got {name!r}, wanted a directory that holds {TOKENIZER_FILE}"
         )
-    return plan.normalised("tokenizer", str(path.resolve()))
+    return plan if name == EMBEDDED else plan.normalised("tokenizer", str(directory_of(name).resolve()))
 
 
 def _max_model_len(plan: ServePlan) -> ServePlan:

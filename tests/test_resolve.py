@@ -66,7 +66,7 @@ def test_everything_a_server_needs_is_filled_in_with_a_reason() -> None:
         "float32",
     )
     assert (engine.mask_id, engine.max_model_len) == (258, EMBEDDED_CONTEXT)
-    assert engine.tokenizer == str(embedded_directory())
+    assert engine.tokenizer == "embedded"
     assert engine.kv_max_pages is not None
     assert engine.max_gen_len is None
     filled = ("model", "served_model_name", "gpus", "dtype", "mask_id", "max_model_len", "tokenizer", "kv_max_pages")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import sys
 import unicodedata
-from pathlib import Path
 
 from dbench.cli_options import Invocation
 from dbench.commands.common import EXIT_FAILED, EXIT_OK, open_view, print_json
@@ -15,6 +14,7 @@ from dbench.load.schedule import sampling_parameters
 from dbench.options import ClientOptions, SamplingOptions
 from dbench.resolve import check_sampling
 from dbench.serve.client import Client, SubmitResult, submit_and_wait
+from dbench.serve.families import directory_of
 from dbench.serve.sequence import Status
 from dbench.serve.tokenizer import Tokenizer, load_tokenizer
 from dbench.serve.wire import FinishedBlock, ServerStatus, Submission
@@ -100,9 +100,9 @@ def _tokenizer(resolved: Resolved, status: ServerStatus) -> Tokenizer | None:
     """The given one, or the server's if this machine has it; None only for a prompt that needs none."""
     options = resolved.section(ClientOptions)
     if options.tokenizer is not None:
-        return load_tokenizer(Path(options.tokenizer).expanduser())
+        return load_tokenizer(directory_of(options.tokenizer))
     try:
-        return load_tokenizer(Path(status.tokenizer))
+        return load_tokenizer(directory_of(status.tokenizer))
     except ModelError:
         if options.prompt is not None:
             raise

@@ -141,9 +141,14 @@ class ModelConfig:
         return 2 * self.n_layers * self.n_kv_heads * self.head_dim * element_size
 
 
+def directory_of(name: str) -> Path:
+    """Where the files of a model or tokenizer name are looked for: a path, or 'embedded'."""
+    return embedded_directory() if name == EMBEDDED else Path(name).expanduser()
+
+
 def find_model(name: str) -> Path:
     """The directory of a model; raises ModelError when there is none with a config.json."""
-    directory = embedded_directory() if name == EMBEDDED else Path(name).expanduser()
+    directory = directory_of(name)
     if not directory.is_dir():
         is_hub_name = name.count("/") == 1 and not name.startswith((".", "/", "~"))
         hint = (
