@@ -77,6 +77,7 @@ LAYERS = {
     "dbench.load": 0,
     "dbench.load.arrivals": 1,
     "dbench.load.lengths": 1,
+    "dbench.load.tasks": 1,
     "dbench.load.traces": 1,
     "dbench.load.stop": 1,
     "dbench.load.pacing": 1,
