@@ -209,7 +209,7 @@ def test_a_short_run_learns_something_and_leaves_a_model_that_loads(
     train_embedded.main()
     report = json.loads((out / "training.json").read_text())
     losses = [point["loss"] for point in report["loss_curve"]]
-    assert losses[-1] < 0.8 * losses[0]
+    assert losses[-1] < 0.9 * losses[0]
     assert [evaluation["step"] for evaluation in report["evaluations"]] == [200, 250]
     assert report["step"] == 250
     assert sum(report["training_problems"].values()) == 2000
