@@ -54,10 +54,10 @@ class Job:
     is_done: bool = False
 
 
-def task_of(job: Job, block_length: int) -> BlockTask:
+def task_of(job: Job, block_length: int, *, request_id: str = "test") -> BlockTask:
     num_masks = job.gen_length - len(job.ids)
     return BlockTask(
-        key=BlockKey("test", len(job.ids) // block_length, 0),
+        key=BlockKey(request_id, len(job.ids) // block_length, 0),
         token_ids=(*job.prompt, *job.ids),
         num_masks=num_masks,
         block_length=block_length,

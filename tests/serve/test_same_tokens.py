@@ -1,0 +1,130 @@
+"""A request's tokens do not depend on its company, the driver, the order of work, or a restart (float32)."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from dbench.models import embedded_directory
+from dbench.serve.engine import Engine, EngineLimits
+from dbench.serve.families import read_model_config
+from dbench.serve.pages import PagePool
+from dbench.serve.sequence import BlockOutcome, SamplingParameters
+from dbench.serve.torch_runner import RunnerConfig, build_runner
+from tests.serve.decoding import Job, task_of
+
+BLOCK_LENGTH = 8
+PAGE_SIZE = 16
+NUM_PAGES = 200
+MAX_STEPS = 2000
+RULES = (
+    SamplingParameters("conf_threshold", confidence_threshold=0.9),
+    SamplingParameters("conf_threshold", temperature=0.7, confidence_threshold=0.2),
+    SamplingParameters("conf_quota", fixed_unmask_quota=3),
+    SamplingParameters("random", temperature=1.0),
+)
+
+
+def different_jobs(count: int) -> list[Job]:
+    draw = random.Random(11)
+    return [
+        Job(
+            prompt=[draw.randrange(256) for _ in range(draw.randrange(1, 120))],
+            gen_length=BLOCK_LENGTH * draw.randrange(1, 4),
+            sampling=RULES[i % len(RULES)],
+            seed=draw.getrandbits(62),
+        )
+        for i in range(count)
+    ]
+
+
+@contextmanager
+def engine(*, overlap: bool, max_tokens_per_iteration: int = 512) -> Iterator[Engine]:
+    config = read_model_config(embedded_directory())
+    assert config.mask_token_id is not None
+    runner = build_runner(
+        RunnerConfig(
+            model_dir=embedded_directory(),
+            load_format="auto",
+            dtype="float32",
+            device="cpu",
+            seed=0,
+            num_pages=NUM_PAGES,
+            page_size=PAGE_SIZE,
+            num_slots=16,
+            block_length=BLOCK_LENGTH,
+            mask_token_id=config.mask_token_id,
+            num_threads=1,
+        )
+    )
+    limits = EngineLimits(
+        max_batch_size=16,
+        max_tokens_per_iteration=max_tokens_per_iteration,
+        block_length=BLOCK_LENGTH,
+        max_model_len=512,
+        queue_policy="arrival_order",
+        overlap=overlap,
+        eos_token_ids=config.eos_token_ids,
+    )
+    try:
+        yield Engine(runner, PagePool(NUM_PAGES, PAGE_SIZE), limits, worker_id=0)
+    finally:
+        runner.close()
+
+
+def decode(engine: Engine, jobs: list[Job]) -> list[list[int]]:
+    """Run all jobs through one engine at once; the engine checks its pages when it goes idle."""
+    numbers = deque(range(len(jobs)))
+    running: dict[object, int] = {}
+    for _ in range(MAX_STEPS):
+        while numbers:
+            number = numbers.popleft()
+            task = task_of(jobs[number], BLOCK_LENGTH, request_id=str(number))
+            running[task.key] = number
+            engine.submit(task)
+        report = engine.step()
+        if report is None:
+            return [job.ids for job in jobs]
+        for end in report.ended:
+            assert end.outcome is BlockOutcome.DONE, end.error
+            number = running.pop(end.key)
+            jobs[number].ids.extend(end.token_ids)
+            if len(jobs[number].ids) < jobs[number].gen_length:
+                numbers.append(number)
+    raise AssertionError(f"{len(running)} blocks never ended")
+
+
+@pytest.fixture(scope="module")
+def alone() -> list[list[int]]:
+    with engine(overlap=False) as one:
+        return [decode(one, [job])[0] for job in different_jobs(16)]
+
+
+def test_every_request_is_answered_in_full_and_differently(alone: list[list[int]]) -> None:
+    assert [len(ids) for ids in alone] == [job.gen_length for job in different_jobs(16)]
+    assert len({tuple(ids) for ids in alone}) == 16
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("max_tokens_per_iteration", [64, 512])
+def test_a_batch_of_sixteen_changes_no_token(
+    alone: list[list[int]], overlap: bool, max_tokens_per_iteration: int
+) -> None:
+    with engine(overlap=overlap, max_tokens_per_iteration=max_tokens_per_iteration) as fresh:
+        assert decode(fresh, different_jobs(16)) == alone
+
+
+def test_neither_overlap_nor_a_restart_changes_a_token_of_a_request_alone(alone: list[list[int]]) -> None:
+    with engine(overlap=True) as fresh:
+        assert [decode(fresh, [job])[0] for job in different_jobs(16)] == alone
+
+
+def test_the_order_of_arrival_changes_no_token(alone: list[list[int]]) -> None:
+    jobs = different_jobs(16)
+    with engine(overlap=True) as fresh:
+        decode(fresh, jobs[::-1])
+    assert [job.ids for job in jobs] == alone
