@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 
 from dbench.events import (
@@ -119,19 +120,17 @@ def block(
     """scheduler = ready, routed, finished; worker = received, refresh start and end, decode start, end;
     steps = (end, tokens fixed) of each pass.
     """
-    ready, routed, finished_at = (START_S + t for t in scheduler)
-    return BlockFinished(
-        finished_at,
-        "scheduler",
-        request_id,
-        block_index,
-        attempt,
-        worker_id,
-        "done",
-        "",
-        ready,
-        routed,
-        *(START_S + t for t in worker),
+    received, refresh_start, refresh_end, decode_start, end = (START_S + t for t in worker)
+    return replace(
+        failed_block(request_id, block_index, scheduler=scheduler, attempt=attempt),
+        worker_id=worker_id,
+        outcome="done",
+        error="",
+        received_s=received,
+        refresh_start_s=refresh_start,
+        refresh_end_s=refresh_end,
+        decode_start_s=decode_start,
+        end_s=end,
         step_end_s=tuple(START_S + end for end, _ in steps),
         step_num_unmasked=tuple(count for _, count in steps),
     )
@@ -142,19 +141,22 @@ def failed_block(
 ) -> BlockFinished:
     """An attempt whose worker was lost before its refresh ran."""
     ready, routed, finished_at = (START_S + t for t in scheduler)
-    times = (None, None, None, None, None)
     return BlockFinished(
-        finished_at,
-        "scheduler",
-        request_id,
-        block_index,
-        attempt,
-        0,
-        "failed",
-        "worker 0 was lost",
-        ready,
-        routed,
-        *times,
+        at_s=finished_at,
+        source="scheduler",
+        request_id=request_id,
+        block_index=block_index,
+        attempt=attempt,
+        worker_id=0,
+        outcome="failed",
+        error="worker 0 was lost",
+        ready_s=ready,
+        routed_s=routed,
+        received_s=None,
+        refresh_start_s=None,
+        refresh_end_s=None,
+        decode_start_s=None,
+        end_s=None,
         step_end_s=(),
         step_num_unmasked=(),
     )

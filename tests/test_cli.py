@@ -8,6 +8,8 @@ import re
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -33,11 +35,11 @@ def error_line(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 
     return captured.err.removeprefix("dbench: error: ").rstrip("\n")
 
 
-def with_handler(monkeypatch: pytest.MonkeyPatch, command: str, handler: object) -> None:
+def with_handler(monkeypatch: pytest.MonkeyPatch, command: str, handler: Callable[[Invocation], int]) -> None:
     """Let a command call `handler` instead of its own code."""
     found = next(c for c in COMMANDS if c.name == command)
-    replaced = cli.Command(found.name, found.help, handler, found.arguments, found.has_json, found.aliases)  # type: ignore[arg-type]
-    monkeypatch.setattr(cli, "COMMANDS", tuple(replaced if c is found else c for c in COMMANDS))
+    changed = replace(found, handler=handler)
+    monkeypatch.setattr(cli, "COMMANDS", tuple(changed if c is found else c for c in COMMANDS))
 
 
 def parsed(monkeypatch: pytest.MonkeyPatch, command: str, *arguments: str) -> Invocation:

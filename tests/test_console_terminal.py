@@ -16,7 +16,7 @@ from dbench.console.board import Board
 from dbench.console.layout import Page
 from dbench.console.live import LiveView
 from dbench.console.look import ASCII, UNICODE
-from dbench.console.pages import draw
+from dbench.console.pages import Progress, draw
 from dbench.console.plain import ERROR_INTERVAL_S, INTERVAL_S, PlainLines, PlainView
 from dbench.console.view import abilities
 from dbench.progress import RunPhase, Verdict
@@ -29,12 +29,10 @@ HIDE_CURSOR = "\x1b[?25l"
 class Terminal(StringIO):
     """A stream that says it is a terminal."""
 
+    encoding = "utf-8"
+
     def isatty(self) -> bool:
         return True
-
-    @property
-    def encoding(self) -> str:  # type: ignore[override]
-        return "utf-8"
 
 
 @pytest.fixture(autouse=True)
@@ -223,7 +221,12 @@ def test_frames_and_labels_do_not_lend_their_style_to_figures() -> None:
 
 def test_updates_come_from_any_thread() -> None:
     board = Board()
-    threads = [Thread(target=lambda n=n: [board.post(run(num_sent=n)) for _ in range(50)]) for n in range(4)]
+
+    def post_often(number: int) -> None:
+        for _ in range(50):
+            board.post(run(num_sent=number))
+
+    threads = [Thread(target=post_often, args=(n,)) for n in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -246,9 +249,9 @@ class Plain:
         self.board = Board(lambda: 0.0)
         self.lines = PlainLines(ASCII)
 
-    def due(self, now: float, progress: object = None) -> list[str]:
+    def due(self, now: float, progress: Progress | None = None) -> list[str]:
         if progress is not None:
-            self.board.post(progress)  # type: ignore[arg-type]
+            self.board.post(progress)
         return self.lines.due(self.board.read(), now)
 
 

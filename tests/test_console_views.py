@@ -13,12 +13,12 @@ from rich.cells import cell_len
 from dbench.console.look import ASCII, UNICODE
 from dbench.console.pages import Progress
 from dbench.console.rates import UNKNOWN, RateTable
-from dbench.progress import RuleProgress, RunPhase, RunProgress, ServerState, Verdict
+from dbench.progress import RuleProgress, RunPhase, RunProgress, SearchProgress, ServerState, Verdict
 from tests.console_snapshots import ERROR_RULE, RULE, lines, run, search, serve, trial, view_text, worker, workers
 
 LONG = "a" * 300
-SNAPSHOTS = {"serve": serve(), "run": run(), "search": search()}
-CROWDED = {
+SNAPSHOTS: dict[str, Progress] = {"serve": serve(), "run": run(), "search": search()}
+CROWDED: dict[str, Progress] = {
     "serve": serve(model=LONG, address=LONG, workers=workers(70), recent_errors=(LONG,) * 3 + ("b" * 300,) * 9),
     "run": run(name=LONG, target=LONG, workers=workers(70), recent_errors=(LONG, "short", LONG)),
     "search": search(
@@ -165,8 +165,9 @@ def test_a_rule_that_only_trials_know_is_shown() -> None:
 
 @pytest.mark.parametrize("kind", SNAPSHOTS)
 def test_ascii_views_hold_only_ascii(kind: str) -> None:
-    named = replace(CROWDED[kind], recent_errors=("Gerät ✗",)) if kind != "search" else search(job="größe")
-    for progress in (SNAPSHOTS[kind], CROWDED[kind], named):
+    crowded = CROWDED[kind]
+    named = search(job="größe") if isinstance(crowded, SearchProgress) else replace(crowded, recent_errors=("Gerät ✗",))
+    for progress in (SNAPSHOTS[kind], crowded, named):
         for width in (80, 140):
             assert view_text(progress, width, glyphs=ASCII).isascii()
 
@@ -174,7 +175,11 @@ def test_ascii_views_hold_only_ascii(kind: str) -> None:
 @pytest.mark.parametrize("kind", SNAPSHOTS)
 def test_foreign_text_cannot_steer_the_terminal(kind: str) -> None:
     evil = "x\x1b[2J\r\n\u202e\x07y"
-    marked = {"serve": serve(model=evil, recent_errors=(evil,)), "run": run(name=evil), "search": search(job=evil)}
+    marked: dict[str, Progress] = {
+        "serve": serve(model=evil, recent_errors=(evil,)),
+        "run": run(name=evil),
+        "search": search(job=evil),
+    }
     text = view_text(marked[kind])
     assert not set(text) & set("\x1b\r\u202e\x07")
     assert "x [2J" in text
@@ -221,6 +226,5 @@ def test_no_view_exceeds_the_terminal(
 
 @given(name=st.text(max_size=120), width=st.integers(20, 120))
 def test_any_name_keeps_the_frame_whole(name: str, width: int) -> None:
-    head = {"serve": serve(model=name), "run": run(name=name), "search": search(job=name)}
-    for progress in head.values():
+    for progress in (serve(model=name), run(name=name), search(job=name)):
         assert {cell_len(line) for line in lines(progress, width)} == {width}

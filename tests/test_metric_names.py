@@ -14,13 +14,21 @@ from dbench.metric_names import (
     DEPTH_METRICS,
     REQUEST_METRICS,
     WORKER_METRICS,
+    Metric,
+    RequestMetric,
 )
 from dbench.metrics import batch_table, block_table, request_table, worker_summary
 from tests.event_builders import run_of, simple_requests
 
 DOCUMENT = (Path(__file__).parent.parent / "docs" / "metrics.md").read_text(encoding="utf-8")
 
-ALL = {**REQUEST_METRICS, **BLOCK_METRICS, **BATCH_METRICS, **WORKER_METRICS, **DEPTH_METRICS}
+ALL: dict[str, Metric | RequestMetric] = {
+    **REQUEST_METRICS,
+    **BLOCK_METRICS,
+    **BATCH_METRICS,
+    **WORKER_METRICS,
+    **DEPTH_METRICS,
+}
 
 
 @pytest.mark.parametrize("name", ALL)

@@ -42,11 +42,11 @@ def test_default_is_within_the_option_s_own_limits(option: Option) -> None:
     if spec.is_list:
         assert isinstance(option.default, tuple)
     elif option.default is not None:
-        assert type(option.default) is option.type
         assert not spec.choices or option.default in spec.choices
         assert spec.minimum is None or option.default >= spec.minimum
         assert spec.above is None or option.default > spec.above
         assert spec.maximum is None or option.default <= spec.maximum
+        assert type(option.default) is option.type
 
 
 @pytest.mark.parametrize("section", SECTIONS)

@@ -8,9 +8,11 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from dbench.measure import curves
+from dbench.measure.run_data import RunData
 from dbench.plots import Outcome, Title, TrialPoint, latency_cdfs, sla_metric_vs_qps
 from dbench.plots.canvas import Draw, save_figure, style
 from dbench.plots.run_figures import (
@@ -30,7 +32,7 @@ RULE = parse_rule("request_e2e_time:p90<=2s")
 LATENCIES = [0.51234567, 1.2, None, 3.4, 0.9, 2.2]
 
 
-def a_run() -> curves.RunData:
+def a_run() -> RunData:
     return run_of(
         *simple_requests(LATENCIES),
         worker_up(worker_id=0),
@@ -46,8 +48,12 @@ def a_run() -> curves.RunData:
 def texts(figure: Figure) -> list[str]:
     found = [text.get_text() for axes in figure.axes for text in (*axes.texts, axes.title)]
     found += [axes.get_title(loc="left") for axes in figure.axes]
-    legends = [axes.get_legend() for axes in figure.axes if axes.get_legend()]
-    return found + [text.get_text() for legend in legends for text in legend.get_texts()]
+    return found + [text for axes in figure.axes for text in legend_texts(axes)]
+
+
+def legend_texts(axes: Axes) -> list[str]:
+    legend = axes.get_legend()
+    return [text.get_text() for text in legend.get_texts()] if legend else []
 
 
 def line(figure: Figure, panel: int = 0, index: int = 0) -> tuple[np.ndarray, np.ndarray]:
@@ -122,7 +128,7 @@ def test_utilization_stacks_the_shares_of_the_csv(tmp_path: Path) -> None:
         "queued",
     ]
     first = stored[stored["worker_id"] == 0]
-    top = max(path.vertices[:, 1].max() for path in figure.axes[0].collections[-1].get_paths())
+    top = max(np.asarray(path.vertices)[:, 1].max() for path in figure.axes[0].collections[-1].get_paths())
     assert top == pytest.approx(100 * first[list(curves.STATE_RATIOS)].sum(axis=1).max())
 
 
@@ -172,13 +178,14 @@ def test_the_search_figure_marks_every_trial_and_names_limit_and_capacity() -> N
     with style():
         figure = qps_figure(table, TITLE, RULE, Outcome(2, 3, 2))
     (axes,) = figure.axes
-    assert [text.get_text() for text in axes.get_legend().get_texts()] == [
+    assert legend_texts(axes) == [
         "pass",
         "fail",
         "invalid (load generator)",
         "bracket",
     ]
-    marks = np.concatenate([c.get_offsets() for c in axes.collections if len(c.get_offsets()) and c.get_paths()])
+    offsets = [np.asarray(c.get_offsets()) for c in axes.collections if c.get_paths()]
+    marks = np.concatenate([found for found in offsets if len(found)])
     assert {1, 2, 3, 2.5, 4} <= set(marks[:, 0])
     assert {"limit ≤ 2 s", "capacity 2 QPS"} <= set(texts(figure))
     assert axes.get_xscale() == "log"

@@ -7,6 +7,7 @@ import shutil
 import socket
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -30,7 +31,7 @@ def resolved(*, free: int = 64 * GIB, **flags: object) -> Resolved:
     return resolve_serve(given(**flags), available_bytes=lambda: free)
 
 
-def refusal(**flags: object) -> str:
+def refusal(**flags: Any) -> str:
     with pytest.raises(DbenchError) as caught:
         resolved(**flags)
     assert caught.value.exit_code == 2

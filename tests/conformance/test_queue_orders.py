@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from random import Random
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -32,9 +34,9 @@ def names(tasks: list[BlockTask]) -> list[BlockKey]:
 
 @pytest.mark.parametrize("name", QUEUE_ORDERS)
 @given(tasks=TASKS, seed=st.randoms(use_true_random=False))
-def test_the_order_does_not_depend_on_the_order_of_submission(name: str, tasks: list[BlockTask], seed: object) -> None:
+def test_the_order_does_not_depend_on_the_order_of_submission(name: str, tasks: list[BlockTask], seed: Random) -> None:
     shuffled = list(tasks)
-    seed.shuffle(shuffled)  # type: ignore[attr-defined]
+    seed.shuffle(shuffled)
     assert names(sorted(tasks, key=QUEUE_ORDERS[name])) == names(sorted(shuffled, key=QUEUE_ORDERS[name]))
 
 

@@ -230,7 +230,7 @@ def test_a_target_that_has_gone_answers_nothing(make: Make) -> None:
         target = setting.target
         for call in (target.info, target.workers, target.reset_metrics, lambda: one(target), lambda: exported(target)):
             with pytest.raises(ServerUnavailable):
-                await call()  # type: ignore[operator]
+                await call()
 
     run(make, behaviour)
 

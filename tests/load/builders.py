@@ -6,9 +6,9 @@ import asyncio
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from dbench.events import Event, read_events
+from dbench.events import Event, RequestSent, read_events
 from dbench.load.driver import RunResult, run_load
 from dbench.load.fake_target import FAKE_INFO
 from dbench.load.stop import StopRule
@@ -19,14 +19,14 @@ from dbench.progress import RunProgress
 E = TypeVar("E", bound=Event)
 
 
-def small_load(**options: object) -> LoadOptions:
+def small_load(**options: Any) -> LoadOptions:
     """A few short requests, fast, without warm-up."""
     few = LoadOptions(qps=200.0, num_requests=8, num_warmup_requests=0, prompt_tokens=16, gen_tokens=32)
-    return replace(few, **options)  # type: ignore[arg-type]
+    return replace(few, **options)
 
 
-def some_info(**fields: object) -> TargetInfo:
-    return replace(FAKE_INFO, **fields)  # type: ignore[arg-type]
+def some_info(**fields: Any) -> TargetInfo:
+    return replace(FAKE_INFO, **fields)
 
 
 def one_request(index: int = 0, gen_length: int = 64) -> LoadRequest:
@@ -64,5 +64,5 @@ def events_of(run_dir: Path) -> tuple[Event, ...]:
         return tuple(read_events(lines))
 
 
-def indices(events: Iterable[object]) -> list[int]:
-    return [event.index for event in events]  # type: ignore[attr-defined]
+def indices(events: Iterable[RequestSent]) -> list[int]:
+    return [event.index for event in events]

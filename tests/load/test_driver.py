@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from itertools import islice
 from pathlib import Path
 
@@ -22,11 +22,11 @@ from dbench.events import (
     RunStarted,
 )
 from dbench.load.arrivals import arrival_times
-from dbench.load.driver import run_load
+from dbench.load.driver import RunResult, run_load
 from dbench.load.fake_target import InProcessTarget, NoopTarget, Script
 from dbench.load.schedule import Stream
 from dbench.load.stop import DoneFact, SentFact
-from dbench.load.target import LoadRequest, Outcome
+from dbench.load.target import LoadRequest, Outcome, TargetInfo
 from dbench.options import SamplingOptions
 from dbench.progress import RunPhase, RunProgress
 from tests.load.builders import events_of, indices, run, small_load
@@ -220,7 +220,7 @@ def test_a_target_that_goes_away_ends_the_run_and_nothing_is_lost(tmp_path: Path
 
 def test_a_target_that_is_gone_at_the_start_is_an_error_and_leaves_no_log(tmp_path: Path) -> None:
     class Gone(NoopTarget):
-        async def info(self) -> object:  # type: ignore[override]
+        async def info(self) -> TargetInfo:
             raise ServerUnavailable("nobody answers at x:1")
 
     with pytest.raises(ServerUnavailable, match="nobody answers"):
@@ -232,8 +232,12 @@ class MuteTarget(InProcessTarget):
     """Does its work, but cannot hand over its events."""
 
     async def export_events(self) -> AsyncIterator[Event]:
-        raise ServerUnavailable("connection reset")
-        yield
+        for event in connection_reset():
+            yield event
+
+
+def connection_reset() -> Iterator[Event]:
+    raise ServerUnavailable("connection reset")
 
 
 def test_a_target_that_is_lost_before_its_events_are_fetched_makes_the_run_incomplete(tmp_path: Path) -> None:
@@ -244,7 +248,7 @@ def test_a_target_that_is_lost_before_its_events_are_fetched_makes_the_run_incom
 
 
 def test_a_cancelled_run_ends_as_interrupted_and_keeps_what_it_measured(tmp_path: Path) -> None:
-    async def interrupted() -> object:
+    async def interrupted() -> RunResult:
         target = InProcessTarget(Script(slow(4), num_servers=9))
         task = asyncio.create_task(run_load(target, small_load(qps=1000.0), SamplingOptions(), tmp_path))
         while not (tmp_path / "events.jsonl").exists() or len(events_of(tmp_path)) < 17:
@@ -253,7 +257,7 @@ def test_a_cancelled_run_ends_as_interrupted_and_keeps_what_it_measured(tmp_path
         return await task
 
     result = asyncio.run(interrupted())
-    assert (result.reason, result.exit_code) == ("interrupted", 130)  # type: ignore[attr-defined]
+    assert (result.reason, result.exit_code) == ("interrupted", 130)
     events = events_of(tmp_path)
     sent = [e for e in events if isinstance(e, RequestSent) and measured(e)]
     ends = [e for e in events if isinstance(e, RequestDone)]
@@ -262,10 +266,11 @@ def test_a_cancelled_run_ends_as_interrupted_and_keeps_what_it_measured(tmp_path
     assert isinstance(events[-1], RunEnded)
 
 
-class AfterThree:
-    """A stop rule that has seen enough after three results."""
+class After:
+    """A stop rule that has seen enough after so many results."""
 
-    def __init__(self) -> None:
+    def __init__(self, enough: float) -> None:
+        self.enough = enough
         self.sent_indices: list[int] = []
         self.facts: list[DoneFact] = []
 
@@ -276,21 +281,20 @@ class AfterThree:
         self.facts.append(fact)
 
     def reason(self, now_s: float) -> str | None:
-        return "three are done" if len(self.facts) >= 3 else None
+        return f"{self.enough} are done" if len(self.facts) >= self.enough else None
 
 
 def test_a_stop_rule_ends_the_run_with_its_reason(tmp_path: Path) -> None:
-    rule = AfterThree()
+    rule = After(3)
     target = InProcessTarget(Script(slow(3, 4, 5, 6, 7), num_servers=9))
     ran = run(target, small_load(), tmp_path, extra_stop=rule)
-    assert (ran.result.reason, ran.result.detail, ran.result.exit_code) == ("stopped", "three are done", 1)
+    assert (ran.result.reason, ran.result.detail, ran.result.exit_code) == ("stopped", "3 are done", 1)
     by_status = statuses(ran.of(RequestSent, measured), ran.of(RequestDone))
     assert set(by_status.values()) == {"COMPLETED", "CANCELLED"}
 
 
 def test_a_stop_rule_hears_of_every_measured_request_and_of_no_other(tmp_path: Path) -> None:
-    rule = AfterThree()
-    rule.reason = lambda now_s: None  # type: ignore[method-assign]
+    rule = After(math.inf)
     script = Script(slow(6, seconds=0.1), num_servers=9, error=lambda r: "bad" if r.index == 1 else "")
     run(InProcessTarget(script), small_load(num_warmup_requests=2), tmp_path, extra_stop=rule)
     assert rule.sent_indices == list(range(8))

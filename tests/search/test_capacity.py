@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from random import Random
 
 import pytest
 from hypothesis import assume, given
@@ -193,7 +194,9 @@ def test_the_number_of_trials_is_bounded(true: float, start: float, pct: float) 
 
 
 @given(capacities, starts, st.integers(0, 30), st.randoms(use_true_random=False))
-def test_a_search_goes_on_in_the_same_way_from_any_part_of_it(true: float, start: float, kept: int, random) -> None:
+def test_a_search_goes_on_in_the_same_way_from_any_part_of_it(
+    true: float, start: float, kept: int, random: Random
+) -> None:
     settings = SearchSettings(start_qps=start, max_iterations=1000)
     whole, reason = search(capacity(true), settings)
     prefix = whole[:kept]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -117,7 +118,7 @@ def test_a_changed_trace_file_is_another_search(tmp_path: Path) -> None:
     ],
 )
 def test_a_command_that_cannot_be_run_is_refused_at_once(
-    tmp_path: Path, flags: dict[str, object], error: type[UsageError], said: str
+    tmp_path: Path, flags: dict[str, Any], error: type[UsageError], said: str
 ) -> None:
     with pytest.raises(error) as caught:
         plan(tmp_path, **flags)

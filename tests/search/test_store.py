@@ -8,14 +8,18 @@ import signal
 import socket
 import time
 from collections.abc import Callable
+from itertools import count
 from pathlib import Path
 
 import optuna
 import pytest
 
+from dbench.load.driver import RunResult
+from dbench.options import LoadOptions
 from dbench.progress import Verdict
 from dbench.search.capacity import SearchSettings, Stop, StopReason, Wait
 from dbench.search.lease import LEASE_S, Lease, Owner, this_process
+from dbench.search.objective import OnRun
 from dbench.search.results import JobResult
 from dbench.search.storage import LEASE, CapacitySampler, cut_unfinished_line, open_journal
 from dbench.search.store import Claim, RuleValue, StoredTrial, TrialStore
@@ -171,7 +175,7 @@ class DyingRunner(ScriptedRunner):
 
     deadly_run = 3
 
-    def run(self, load, run_dir, on_progress):
+    def run(self, load: LoadOptions, run_dir: Path, on_progress: OnRun) -> RunResult:
         if len(self.ran) + 1 == self.deadly_run:
             (run_dir / "events.jsonl").write_text('{"kind":"request_se')
             die()
@@ -186,14 +190,14 @@ def killed_at(owner: type, method: str, call: int, *, after: bool) -> Callable[[
     """A search that dies when `method` is called for the n-th time, before or after it has done its work."""
 
     def work(folder: Path) -> None:
-        original, calls = getattr(owner, method), []
+        original, calls = getattr(owner, method), count(1)
 
-        def deadly(self, *arguments, **named):
-            calls.append(method)
-            if len(calls) == call and not after:
+        def deadly(self: object, *arguments: object, **named: object) -> object:
+            is_last = next(calls) == call
+            if is_last and not after:
                 die()
             result = original(self, *arguments, **named)
-            if len(calls) == call:
+            if is_last:
                 die()
             return result
 
@@ -239,7 +243,7 @@ def test_a_killed_search_goes_on_as_if_nothing_had_happened(tmp_path: Path, deat
 # ---- shared searches ----
 
 
-def run_shared(folder: Path, results: multiprocessing.Queue) -> None:
+def run_shared(folder: Path, results: multiprocessing.Queue[list[float]]) -> None:
     runner = ScriptedRunner(sustains(CAPACITY), log=folder / "log", delay_s=0.05)
     results.put(rates(only_job(search(plan(folder), runner))))
 

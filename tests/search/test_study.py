@@ -176,7 +176,9 @@ def test_a_probe_that_fails_is_an_error_of_the_job(tmp_path: Path) -> None:
     assert results.exit_code == 1
 
 
-def test_a_server_that_never_becomes_ready_is_an_error_of_the_job(tmp_path: Path, caplog) -> None:
+def test_a_server_that_never_becomes_ready_is_an_error_of_the_job(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     with caplog.at_level(logging.ERROR):
         results = search(plan(tmp_path), ScriptedRunner(sustains(1), endings={1.0: ["error"]}))
     job = only_job(results)

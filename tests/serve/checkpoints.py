@@ -74,7 +74,7 @@ def write_checkpoint(directory: Path, tensors: Mapping[str, Tensor], num_shards:
         save_file(dict(tensors), directory / "model.safetensors")
         return directory
     names = sorted(tensors)
-    weight_map = {}
+    weight_map: dict[str, str] = {}
     for shard in range(num_shards):
         file = f"model-{shard + 1:05d}-of-{num_shards:05d}.safetensors"
         part = {name: tensors[name] for name in names[shard::num_shards]}

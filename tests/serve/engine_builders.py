@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from dbench.events import BatchExecuted, Event, WorkerState
 from dbench.serve.engine import Engine, EngineLimits
@@ -24,20 +25,20 @@ def quota(count: int) -> SamplingParameters:
     return SamplingParameters("conf_quota", fixed_unmask_quota=count)
 
 
-def make_task(name: str = "a", **changes: object) -> BlockTask:
-    """A first block of 4 after a prompt of 8, one position per step; `prompt` and `masks` set the lengths."""
-    values: dict[str, object] = {
-        "key": BlockKey(name, int(str(changes.pop("block_index", 0))), 0),
-        "token_ids": tuple(range(int(str(changes.pop("prompt", 8))))),
-        "num_masks": changes.pop("masks", 4),
-        "block_length": 4,
-        "sampling": QUOTA_ONE,
-        "request_seed": sum(name.encode()),
-        "ignore_eos": True,
-        "arrival_s": 0.0,
-        "num_remaining_blocks": 1,
-    }
-    return BlockTask(**(values | changes))  # type: ignore[arg-type]
+def make_task(name: str = "a", *, block_index: int = 0, prompt: int = 8, masks: int = 4, **changes: Any) -> BlockTask:
+    """A first block of 4, one position per step; `prompt` and `masks` are numbers of tokens."""
+    task = BlockTask(
+        key=BlockKey(name, block_index, 0),
+        token_ids=tuple(range(prompt)),
+        num_masks=masks,
+        block_length=4,
+        sampling=QUOTA_ONE,
+        request_seed=sum(name.encode()),
+        ignore_eos=True,
+        arrival_s=0.0,
+        num_remaining_blocks=1,
+    )
+    return replace(task, **changes)
 
 
 @dataclass
@@ -113,19 +114,18 @@ class Rig:
         return [event for event in self.events if isinstance(event, WorkerState)]
 
 
-def make_rig(script: FakeScript | None = None, *, num_pages: int = 64, **changes: object) -> Rig:
+def make_rig(script: FakeScript | None = None, *, num_pages: int = 64, **changes: Any) -> Rig:
     """Plain driver, 4 slots, 64 tokens per iteration, unless changed; batches last 1 s unless scripted."""
-    values: dict[str, object] = {
-        "max_batch_size": 4,
-        "max_tokens_per_iteration": 64,
-        "block_length": 4,
-        "max_model_len": 256,
-        "queue_policy": "arrival_order",
-        "overlap": False,
-        "eos_token_ids": (EOS,),
-    }
-    limits = EngineLimits(**(values | changes))  # type: ignore[arg-type]
+    limits = EngineLimits(
+        max_batch_size=4,
+        max_tokens_per_iteration=64,
+        block_length=4,
+        max_model_len=256,
+        queue_policy="arrival_order",
+        overlap=False,
+        eos_token_ids=(EOS,),
+    )
     clock = ManualClock()
     runner = RecordingRunner(script or FakeScript(lag_s=1.0), clock)
     pages = PagePool(num_pages, PAGE_SIZE)
-    return Rig(Engine(runner, pages, limits, worker_id=3, clock=clock), runner, pages, clock)
+    return Rig(Engine(runner, pages, replace(limits, **changes), worker_id=3, clock=clock), runner, pages, clock)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from itertools import count
+from typing import Any, TypeVar
 
 from dbench.events import Event
 from dbench.serve.fleet import Fleet
@@ -15,6 +16,8 @@ from dbench.serve.tracking import TrackedRequest
 from dbench.serve.validation import RequestLimits
 from dbench.serve.wire import Submission
 from dbench.serve.wire_link import Command, EngineProgress, Hello, Ready, RunBlock
+
+E = TypeVar("E", bound=Event)
 
 BLOCK = 4
 MASK_ID = 90
@@ -58,8 +61,8 @@ class Rig:
         self.scheduler.worker_ready(Hello("key", worker_id, "cpu", 1000 + worker_id), Ready(32, 4, 64), self.now_s)
         self.take()
 
-    def submit(self, prompt: tuple[int, ...] = (1, 2, 3), gen_length: int = BLOCK, **given: object) -> TrackedRequest:
-        tracked = self.scheduler.submit(Submission(prompt, gen_length, **given), self.now_s)  # type: ignore[arg-type]
+    def submit(self, prompt: tuple[int, ...] = (1, 2, 3), gen_length: int = BLOCK, **given: Any) -> TrackedRequest:
+        tracked = self.scheduler.submit(Submission(prompt, gen_length, **given), self.now_s)
         self.take()
         return tracked
 
@@ -96,7 +99,7 @@ class Rig:
         worker_id, task = self.last_task()
         self.progress(worker_id, done(task, tuple(range(first_id, first_id + task.block_length))))
 
-    def of(self, kind: type[Event]) -> list[Event]:
+    def of(self, kind: type[E]) -> list[E]:
         return [event for event in self.events if isinstance(event, kind)]
 
 

@@ -34,7 +34,8 @@ def test_packed_sequences_equal_plain_attention_each(tmp_path: Path, name: str, 
     config = read_model_config(write_checkpoint(tmp_path, {}, 1, n_kv_heads=n_kv_heads))
     kv = KvPool(config, num_pages=20, page_size=PAGE, like=torch.zeros(1))
     everything = torch.arange(20 * PAGE)
-    kv.write(1, *torch.full((2, 20 * PAGE, n_kv_heads, 8), torch.nan), everything)  # whoever reads beyond, shows it
+    nothing = torch.full((20 * PAGE, n_kv_heads, 8), torch.nan)
+    kv.write(1, nothing, nothing, everything)  # whoever reads beyond, shows it
     free = torch.randperm(20, generator=generator)
     layout, wanted, queries = [], [], []
     for num_rows, num_keys in ((1, 1), (8, 17), (13, 13), (3, 16)):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from dbench.errors import OptionError, RequestError
@@ -81,7 +83,7 @@ def test_an_unknown_queue_policy_is_refused_with_the_known_ones() -> None:
 # ---- end of text --------------------------------------------------------------------------------
 
 
-def eos_rig(offset: int, **changes: object) -> Rig:
+def eos_rig(offset: int, **changes: Any) -> Rig:
     script = FakeScript(eos_token_ids=(EOS,), eos_offsets={("a", 0): offset}, lag_s=1.0)
     return make_rig(script, block_length=8, **changes)
 

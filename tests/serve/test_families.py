@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -91,7 +92,7 @@ def test_a_model_without_a_mask_id_is_read(tmp_path: Path) -> None:
         ("dbench_random_weights", "yes", "wanted true or false"),
     ],
 )
-def test_an_odd_value_is_refused_by_name(tmp_path: Path, key: str, value: object, named: str) -> None:
+def test_an_odd_value_is_refused_by_name(tmp_path: Path, key: str, value: Any, named: str) -> None:
     with pytest.raises(ModelError, match=named):
         read_model_config(write_model(tmp_path, **{key: value}))
 

@@ -34,7 +34,7 @@ SLOW = SamplingParameters("conf_quota", fixed_unmask_quota=1)
 def test_leaving_the_block_drains_and_leaves_no_process(tmp_path: Path) -> None:
     log = tmp_path / "new" / "server.log"
     with launch(log, gpus="cpu,cpu") as server:
-        assert server.is_alive
+        was_alive = server.is_alive
         family = family_of(server.pid)
         assert len(family) == 3
 
@@ -43,7 +43,7 @@ def test_leaving_the_block_drains_and_leaves_no_process(tmp_path: Path) -> None:
                 assert (await submit_and_wait(client, Submission((1, 2, 3), 4))).status == "COMPLETED"
 
         run(scenario())
-    assert not server.is_alive
+    assert (was_alive, server.is_alive) == (True, False)
     assert_all_end(family)
     assert "draining" in log.read_text()
 

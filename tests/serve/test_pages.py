@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from random import Random
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -68,7 +70,7 @@ def test_check_finds_a_page_that_is_free_twice() -> None:
 
 
 @given(st.lists(st.integers(1, 70), max_size=40), st.randoms(use_true_random=False))
-def test_pages_are_conserved_whatever_is_taken_and_given(sizes: list[int], random: object) -> None:
+def test_pages_are_conserved_whatever_is_taken_and_given(sizes: list[int], random: Random) -> None:
     pool = PagePool(12, 8)
     held: list[tuple[int, ...]] = []
     for size in sizes:
@@ -78,7 +80,7 @@ def test_pages_are_conserved_whatever_is_taken_and_given(sizes: list[int], rando
             assert len(pages) == pool.pages_for(size)
             held.append(pages)
         elif held:
-            pool.give(held.pop(random.randrange(len(held))))  # type: ignore[attr-defined]
+            pool.give(held.pop(random.randrange(len(held))))
         lent = [page for pages in held for page in pages]
         assert len(set(lent)) == len(lent) == pool.num_used
         pool.check()

@@ -84,14 +84,14 @@ def test_every_request_ends_exactly_once_and_loads_return_to_zero(
         play(rig, what, a, b, list(rig.tasks()))
         check(rig)
     drain(rig)
-    ids = [event.request_id for event in rig.of(RequestArrived)]  # type: ignore[attr-defined]
-    final = [event.request_id for event in rig.of(RequestFinished)]  # type: ignore[attr-defined]
+    ids = [event.request_id for event in rig.of(RequestArrived)]
+    final = [event.request_id for event in rig.of(RequestFinished)]
     assert sorted(ids) == sorted(final)
     assert rig.scheduler.num_in_server == rig.scheduler.num_pending == 0
     assert sum(rig.scheduler.num_by_status.values()) == len(ids)
     assert all(worker.length_sum == 0 and not worker.assignments for worker in rig.fleet.workers.values())
     depths = rig.of(SchedulerDepth)
-    assert not depths or (depths[-1].pending_requests, depths[-1].pending_prefill_tokens) == (0, 0)  # type: ignore[attr-defined]
+    assert not depths or (depths[-1].pending_requests, depths[-1].pending_prefill_tokens) == (0, 0)
 
 
 @settings(max_examples=80, deadline=None)
@@ -101,8 +101,8 @@ def test_every_routed_attempt_is_new_and_ends_once(steps: list[tuple[str, int, i
     for what, a, b in steps:
         play(rig, what, a, b, list(rig.tasks()))
     drain(rig)
-    routed = [(e.request_id, e.block_index, e.attempt) for e in rig.of(BlockRouted)]  # type: ignore[attr-defined]
-    ended = [(e.request_id, e.block_index, e.attempt) for e in rig.of(BlockFinished)]  # type: ignore[attr-defined]
+    routed = [(e.request_id, e.block_index, e.attempt) for e in rig.of(BlockRouted)]
+    ended = [(e.request_id, e.block_index, e.attempt) for e in rig.of(BlockFinished)]
     assert len(set(routed)) == len(routed)
     assert sorted(routed) == sorted(ended)
     assert all(task.key.attempt <= 2 for _, task in rig.tasks())

@@ -100,11 +100,11 @@ def test_sampling_follows_the_softmax_at_its_temperature() -> None:
     assert shares == pytest.approx(wanted, abs=0.03)
 
 
-class LargestTensors(TorchDispatchMode):
+class LargestTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Watches every tensor that is made: the most elements of each number format."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.elements: dict[torch.dtype, int] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

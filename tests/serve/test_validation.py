@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -93,7 +94,7 @@ def test_conf_threshold_alone_has_a_default() -> None:
 
 @pytest.mark.parametrize("strategy", STRATEGY_PARAMETER)
 def test_a_foreign_parameter_is_refused_by_name(strategy: str) -> None:
-    values = {"confidence_threshold": 0.5, "fixed_unmask_quota": 2}
+    values: dict[str, Any] = {"confidence_threshold": 0.5, "fixed_unmask_quota": 2}
     own = STRATEGY_PARAMETER[strategy]
     for foreign in values.keys() - {own}:
         given = {name: value for name, value in values.items() if name in (own, foreign)}
@@ -105,7 +106,7 @@ def test_a_foreign_parameter_is_refused_by_name(strategy: str) -> None:
     ("strategy", "value"),
     [("conf_threshold", 0.0), ("conf_threshold", 1.01), ("conf_threshold", math.nan), ("conf_quota", 0)],
 )
-def test_a_parameter_out_of_range_is_refused(strategy: str, value: float) -> None:
+def test_a_parameter_out_of_range_is_refused(strategy: str, value: Any) -> None:
     name = STRATEGY_PARAMETER[strategy]
     assert name is not None
     with pytest.raises(RequestError, match=f"{name} is .*, wanted"):

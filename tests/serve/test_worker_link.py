@@ -58,11 +58,8 @@ def test_without_a_worker_requests_end_as_error() -> None:
 def test_a_block_with_bad_logits_is_tried_elsewhere_and_then_ends_its_request() -> None:
     async def scenario() -> None:
         async with ServerInThisProcess(max_block_retries=1) as server, server.client() as client:
-            sick: set[tuple[str, int, int]] = set()
-            script = FakeScript(non_finite=sick)  # type: ignore[arg-type]
             request_id = await client.submit(Submission(PROMPT, 8))
-            sick.add((request_id, 1, 2))
-            await server.open(script)
+            await server.open(FakeScript(non_finite=frozenset({(request_id, 1, 2)})))
             state = await final_state(client, request_id)
             assert state.status == "ERROR"
             assert state.error_message.startswith("block 1 failed 2 times")
@@ -100,7 +97,9 @@ def test_a_worker_that_talks_nonsense_is_lost(nonsense: WorkerMessage) -> None:
             ServerInThisProcess() as server,
             grpc.aio.insecure_channel(server.endpoint.local_address) as channel,
         ):
-            connect = channel.stream_stream("/dbench.v1.WorkerLink/Connect")
+            connect: grpc.aio.StreamStreamMultiCallable[bytes, bytes] = channel.stream_stream(
+                "/dbench.v1.WorkerLink/Connect"
+            )
             messages = (Hello(WORKER_KEY, 0, "cpu", 1), nonsense)
             call = connect(iter([worker_message_to_message(m).SerializeToString() for m in messages]))
             async for _ in call:
