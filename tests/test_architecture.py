@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "dbench"
+DOCUMENT = ROOT / "docs" / "architecture.md"
 
 LAYERS = {
     "dbench": 0,
@@ -185,6 +187,33 @@ def layer_of(module: str) -> int | None:
 @pytest.mark.parametrize("module", modules())
 def test_module_has_a_layer(module: str) -> None:
     assert module in LAYERS
+
+
+def test_every_layer_has_its_module() -> None:
+    assert modules().keys() >= LAYERS.keys()
+
+
+def documented_layers() -> dict[str, int]:
+    """What the tables of the document say: under a heading "### `folder`", rows "| layer | `name` `name/` | ... |"."""
+    found: dict[str, int] = {}
+    package = ""
+    for line in DOCUMENT.read_text(encoding="utf-8").splitlines():
+        if heading := re.fullmatch(r"### `([\w/]+)`", line):
+            package = heading[1].replace("/", ".")
+        elif row := re.match(r"\| (\d) \| ([^|]+) \|", line):
+            found |= {f"{package}.{name}": int(row[1]) for name in re.findall(r"`(\w+)/?`", row[2])}
+    return found
+
+
+def test_the_document_names_every_module_in_its_layer() -> None:
+    own_table = ("dbench", "dbench.serve", "dbench.load", "dbench.search")
+    wanted: dict[str, int] = {}
+    for module, layer in LAYERS.items():
+        package = max((p for p in own_table if module.startswith(f"{p}.")), key=len, default=None)
+        if package is not None and module not in own_table:
+            name = ".".join(module.split(".")[: package.count(".") + 2])
+            wanted[name] = max(layer, wanted.get(name, 0))
+    assert documented_layers() == wanted
 
 
 @pytest.mark.parametrize("module", modules())
