@@ -32,9 +32,8 @@ class ServerKiller:
 def test_a_server_that_dies_under_load_is_started_again_and_none_is_left(tmp_path: Path) -> None:
     killer = ServerKiller()
     fixed = {"prompt_tokens": 16, "gen_tokens": 32, "num_requests": 6, "max_batch_size": 8}
-    results = run_search(
-        plan(tmp_path, sla=["error_rate<=0.0"], start_qps=None, qps_list="20", **fixed), on_progress=killer
-    )
+    sla = ["error_rate<=0.0", "request_e2e_time:p90<=100s"]  # so slack that a busy machine's send lag is no matter
+    results = run_search(plan(tmp_path, sla=sla, start_qps=None, qps_list="20", **fixed), on_progress=killer)
     job = only_job(results)
     assert killer.victims
     assert (job.error, [t.verdict for t in job.trials]) == ("", [Verdict.PASS])
