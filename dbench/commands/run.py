@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import logging
 from collections.abc import Callable
@@ -17,7 +16,7 @@ from dbench.environment import describe_environment
 from dbench.errors import OptionError
 from dbench.load.driver import RunResult, run_load
 from dbench.load.lengths import length_source
-from dbench.load.stop import cancel_on_signals
+from dbench.load.stop import run_cancellable
 from dbench.load.target import GrpcTarget, TargetInfo
 from dbench.options import EngineOptions, LoadOptions, SamplingOptions, ServiceOptions, TerminalOptions, options_of
 from dbench.progress import RunProgress
@@ -126,15 +125,11 @@ def _run(
     key = resolved.section(ServiceOptions).api_key
 
     async def run() -> RunResult:
-        with cancel_on_signals():
-            async with aclosing(GrpcTarget(address, key)) as target:
-                run_dir = folder or _attached_folder(resolved, await target.info())
-                return await run_load(target, load, sampling, run_dir, on_progress=on_progress)
+        async with aclosing(GrpcTarget(address, key)) as target:
+            run_dir = folder or _attached_folder(resolved, await target.info())
+            return await run_load(target, load, sampling, run_dir, on_progress=on_progress)
 
-    try:
-        return asyncio.run(run())
-    except asyncio.CancelledError:
-        raise KeyboardInterrupt from None
+    return run_cancellable(run)
 
 
 def _attached_folder(resolved: Resolved, server: TargetInfo) -> Path:

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol, TypeVar
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,3 +81,16 @@ def cancel_on_signals() -> Iterator[None]:
         yield
     finally:
         give_back()
+
+
+def run_cancellable(work: Callable[[], Coroutine[Any, Any, T]]) -> T:
+    """Run to the end in a new event loop. Raises KeyboardInterrupt when a signal ended it without a result."""
+
+    async def cancellable() -> T:
+        with cancel_on_signals():
+            return await work()
+
+    try:
+        return asyncio.run(cancellable())
+    except asyncio.CancelledError:
+        raise KeyboardInterrupt from None

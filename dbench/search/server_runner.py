@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from contextlib import aclosing
 from pathlib import Path
@@ -10,7 +9,7 @@ from pathlib import Path
 from dbench.config import option_table
 from dbench.environment import describe_environment
 from dbench.load.driver import RunResult, run_load
-from dbench.load.stop import cancel_on_signals
+from dbench.load.stop import run_cancellable
 from dbench.load.target import GrpcTarget
 from dbench.options import COMMAND_SECTIONS, EngineOptions, LoadOptions, SamplingOptions, ServiceOptions
 from dbench.result_files import write_json, write_text
@@ -70,14 +69,10 @@ class ServerRunner:
         return self._server
 
     def _load(self, address: str, load: LoadOptions, run_dir: Path, on_progress: OnRun) -> RunResult:
-        async def run() -> RunResult:
-            with cancel_on_signals():
-                key = self._options.section(ServiceOptions).api_key
-                async with aclosing(GrpcTarget(address, key)) as target:
-                    sampling = self._options.section(SamplingOptions)
-                    return await run_load(target, load, sampling, run_dir, on_progress=on_progress)
+        key, sampling = self._options.section(ServiceOptions).api_key, self._options.section(SamplingOptions)
 
-        try:
-            return asyncio.run(run())
-        except asyncio.CancelledError:
-            raise KeyboardInterrupt from None
+        async def run() -> RunResult:
+            async with aclosing(GrpcTarget(address, key)) as target:
+                return await run_load(target, load, sampling, run_dir, on_progress=on_progress)
+
+        return run_cancellable(run)

@@ -8,7 +8,7 @@ import signal
 
 import pytest
 
-from dbench.load.stop import cancel_on_signals
+from dbench.load.stop import cancel_on_signals, run_cancellable
 
 
 async def wait_with_signals() -> str:
@@ -62,3 +62,24 @@ def test_without_a_signal_nothing_changes() -> None:
 
     asyncio.run(main())
     assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_work_that_a_signal_ends_is_a_keyboard_interrupt() -> None:
+    async def never() -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        await asyncio.Event().wait()
+
+    with pytest.raises(KeyboardInterrupt):
+        run_cancellable(never)
+
+
+def test_work_that_survives_its_cancellation_has_a_result() -> None:
+    async def tidy() -> str:
+        os.kill(os.getpid(), signal.SIGINT)
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            return "tidied"
+        return "not cancelled"
+
+    assert run_cancellable(tidy) == "tidied"
