@@ -9,10 +9,10 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from dbench.errors import RunError
 from dbench.load.driver import RunResult
@@ -24,16 +24,15 @@ from dbench.search.files import JOBS
 from dbench.search.keys import trial_key
 from dbench.search.plan import Job
 from dbench.search.results import rule_to_json
-from dbench.search.sla import RuleResult
+from dbench.search.sla import Rule, RuleResult
 from dbench.search.space import qps_name, rounded
 from dbench.search.store import Claim, RuleValue, StoredTrial
-from dbench.search.verdict import Judgement, TrialEnd, judge
+from dbench.search.verdict import TrialEnd, judge
 
 logger = logging.getLogger(__name__)
 
 TRIAL_FILE = "trial_result.json"
 RUNS = "runs"
-
 
 MAX_CRASHES = 2
 """Runs of one trial that may lose their server; the last makes it a fail."""
@@ -61,6 +60,18 @@ class TrialRunner(Protocol):
 
     def close(self) -> None:
         """Give everything back; a later `run` starts afresh."""
+
+
+@dataclass(frozen=True, slots=True)
+class FinishedRun:
+    """The run of a trial, to be judged now or by other rules later."""
+
+    qps: float
+    key: str
+    end: TrialEnd
+    detail: str
+    """The one line that came with the end."""
+    run_dir: Path
 
 
 class Interrupted(Exception):
@@ -92,10 +103,10 @@ class Objective:
         stored = self._judge_stored(claim, key)
         if stored is not None:
             return stored
-        end, detail, run_dir = self._run_until_it_counts(claim.qps, on_progress)
-        self._report(run_dir)
-        trial = self._judge(claim, key, run_dir, end, detail)
-        _write_trial(run_dir, trial, end, detail)
+        run = self._run_until_it_counts(claim.qps, key, on_progress)
+        self._report(run.run_dir)
+        trial = judged(claim.number, run, self._job.rules, self._folder)
+        _write_trial(run, trial)
         return trial
 
     def probe(self, on_progress: OnRun) -> float:
@@ -125,46 +136,31 @@ class Objective:
 
     def _judge_stored(self, claim: Claim, key: str) -> StoredTrial | None:
         """The claimed trial, judged from a run that is already there; an invalid run stands for nothing."""
-        for run_dir, record in stored_runs(self.runs_dir):
-            if record["key"] == key:
-                trial = self._judge(claim, key, run_dir, TrialEnd(record["outcome"]), record["detail"])
+        for run in stored_runs(self.runs_dir):
+            if run.key == key:
+                trial = judged(claim.number, run, self._job.rules, self._folder)
                 if trial.verdict is not Verdict.INVALID:
                     return replace(trial, cached=True)
         return None
 
-    def _run_until_it_counts(self, qps: float, on_progress: OnRun) -> tuple[TrialEnd, str, Path]:
+    def _run_until_it_counts(self, qps: float, key: str, on_progress: OnRun) -> FinishedRun:
         """Run the rate; once more if the server is lost under it."""
         load = replace(self._load(), qps=qps, concurrency=None, name=f"{self._job.name} at {qps_name(qps)} QPS")
         for attempt in range(1, MAX_CRASHES + 1):
             run_dir = self._new_dir(qps_name(qps))
             result = self._run(load, run_dir, on_progress)
             if result.reason in ENDS:
-                return ENDS[result.reason], result.detail, run_dir
+                return FinishedRun(qps, key, ENDS[result.reason], result.detail, run_dir)
             logger.warning(
                 "%s QPS: %s (%s), attempt %d of %d", qps_name(qps), result.reason, result.detail, attempt, MAX_CRASHES
             )
-        return TrialEnd.CRASHED, result.detail, run_dir
+        return FinishedRun(qps, key, TrialEnd.CRASHED, result.detail, run_dir)
 
     def _run(self, load: LoadOptions, run_dir: Path, on_progress: OnRun) -> RunResult:
         result = self._runner.run(load, run_dir, on_progress)
         if result.reason == "interrupted":
             raise Interrupted(result.detail)
         return result
-
-    def _judge(self, claim: Claim, key: str, run_dir: Path, end: TrialEnd, detail: str) -> StoredTrial:
-        judgement = judge(end, detail, load_run(run_dir), self._job.rules)
-        return StoredTrial(
-            number=claim.number,
-            qps=claim.qps,
-            verdict=judgement.verdict,
-            reason=judgement.reason,
-            rules=rule_values(judgement),
-            hopeless=judgement.hopeless,
-            timed_out=end is TrialEnd.TIMEOUT,
-            cached=False,
-            run_dir=run_dir.relative_to(self._folder).as_posix(),
-            key=key,
-        )
 
     def _new_dir(self, name: str) -> Path:
         """A folder that no run has had: name, name-2, name-3 and so on."""
@@ -178,15 +174,31 @@ class Objective:
         raise AssertionError("there is always another number")
 
 
-def stored_runs(runs_dir: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
-    """The finished trials of a job: folder and content of trial_result.json, in the order they ended."""
+def stored_runs(runs_dir: Path) -> list[FinishedRun]:
+    """The runs of a job's trials, in the order they ended."""
     found = [(path.parent, json.loads(path.read_text(encoding="utf-8"))) for path in runs_dir.glob(f"*/{TRIAL_FILE}")]
-    yield from sorted(found, key=lambda pair: (pair[1]["ended_unix_s"], pair[0].name))
+    found.sort(key=lambda pair: (pair[1]["ended_unix_s"], pair[0].name))
+    return [
+        FinishedRun(record["qps"], record["key"], TrialEnd(record["outcome"]), record["detail"], run_dir)
+        for run_dir, record in found
+    ]
 
 
-def rule_values(judgement: Judgement) -> tuple[RuleValue, ...]:
-    """The rules of a judgement as a study stores them."""
-    return tuple(_rule_value(result) for result in judgement.rules)
+def judged(number: int, run: FinishedRun, rules: Sequence[Rule], folder: Path) -> StoredTrial:
+    """The trial as these rules see it; `folder` is the search's."""
+    judgement = judge(run.end, run.detail, load_run(run.run_dir), rules)
+    return StoredTrial(
+        number=number,
+        qps=run.qps,
+        verdict=judgement.verdict,
+        reason=judgement.reason,
+        rules=tuple(_rule_value(result) for result in judgement.rules),
+        hopeless=judgement.hopeless,
+        timed_out=run.end is TrialEnd.TIMEOUT,
+        cached=False,
+        run_dir=run.run_dir.relative_to(folder).as_posix(),
+        key=run.key,
+    )
 
 
 def _rule_value(result: RuleResult) -> RuleValue:
@@ -194,14 +206,14 @@ def _rule_value(result: RuleResult) -> RuleValue:
     return RuleValue(rule.text, rule.subject, result.value, rule.threshold, result.passed, result.margin, result.note)
 
 
-def _write_trial(run_dir: Path, trial: StoredTrial, end: TrialEnd, detail: str) -> None:
+def _write_trial(run: FinishedRun, trial: StoredTrial) -> None:
     write_json(
-        run_dir / TRIAL_FILE,
+        run.run_dir / TRIAL_FILE,
         {
-            "qps": trial.qps,
-            "key": trial.key,
-            "outcome": str(end),
-            "detail": detail,
+            "qps": run.qps,
+            "key": run.key,
+            "outcome": str(run.end),
+            "detail": run.detail,
             "ended_unix_s": time.time(),
             "verdict": str(trial.verdict),
             "reason": trial.reason,

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from dbench.errors import UsageError
-from dbench.metrics import load_run
 from dbench.progress import Verdict
 from dbench.search.capacity import SearchSettings, Stop, next_step
 from dbench.search.files import JOBS, RESULTS_NAME, SUMMARY_FILE
-from dbench.search.objective import RUNS, rule_values, stored_runs
+from dbench.search.objective import RUNS, judged, stored_runs
 from dbench.search.results import REEVALUATED, JobResult, SearchResults
 from dbench.search.sla import EXAMPLE, Rule
-from dbench.search.store import StoredTrial
-from dbench.search.verdict import TrialEnd, judge
 
 
 def reevaluate(folder: Path, rules: Sequence[Rule]) -> SearchResults:
@@ -32,7 +29,7 @@ def reevaluate(folder: Path, rules: Sequence[Rule]) -> SearchResults:
 def _judge_again(summary_path: Path, rules: Sequence[Rule], folder: Path) -> JobResult:
     summary = json.loads(summary_path.read_text(encoding="utf-8"))
     runs = stored_runs(summary_path.parent / RUNS)
-    trials = [_judge_run(n, run_dir, record, rules, folder) for n, (run_dir, record) in enumerate(runs)]
+    trials = [replace(judged(number, run, rules, folder), cached=True) for number, run in enumerate(runs)]
     settings = SearchSettings(
         start_qps=summary["start_qps"],
         max_iterations=summary["max_iterations"],
@@ -52,21 +49,4 @@ def _judge_again(summary_path: Path, rules: Sequence[Rule], folder: Path) -> Job
         trials=tuple(trials),
         reason=str(step.reason) if isinstance(step, Stop) else REEVALUATED,
         answered_from_store=True,
-    )
-
-
-def _judge_run(number: int, run_dir: Path, record: dict[str, Any], rules: Sequence[Rule], folder: Path) -> StoredTrial:
-    end = TrialEnd(record["outcome"])
-    judgement = judge(end, record["detail"], load_run(run_dir), rules)
-    return StoredTrial(
-        number=number,
-        qps=record["qps"],
-        verdict=judgement.verdict,
-        reason=judgement.reason,
-        rules=rule_values(judgement),
-        hopeless=judgement.hopeless,
-        timed_out=end is TrialEnd.TIMEOUT,
-        cached=True,
-        run_dir=run_dir.relative_to(folder).as_posix(),
-        key=record["key"],
     )
