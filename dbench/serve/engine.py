@@ -19,7 +19,7 @@ from operator import attrgetter
 from dbench.errors import RequestError
 from dbench.events import Event
 from dbench.serve.engine_log import Depths, EngineLog
-from dbench.serve.engine_state import InFlight, Interval, Plan, Queued, Sequence, never_ran
+from dbench.serve.engine_state import InFlight, Interval, Plan, Queued, Sequence
 from dbench.serve.pages import PagePool
 from dbench.serve.policy import QUEUE_ORDERS, SPANS, Room, TokenBudget, admit, choose
 from dbench.serve.runner import Phase, Runner, Span, StepResult
@@ -121,7 +121,7 @@ class Engine:
             if not self._waiting:
                 self._deficit = 0
             self._outstanding_tokens -= queued.task.canvas_length
-            self._ended.append(never_ran(key))
+            self._ended.append(BlockEnd.without_steps(key, BlockOutcome.CANCELLED))
         elif key in self._running_slots:
             sequence = self._running[self._running_slots[key]]
             if sequence.outcome is None:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from dbench.serve.policy import QueueKey, min_unmasked_per_step
 from dbench.serve.runner import Span, SpanResult, Ticket
-from dbench.serve.sequence import BlockEnd, BlockKey, BlockOutcome, BlockStep, BlockTask, BlockTimes
+from dbench.serve.sequence import BlockEnd, BlockOutcome, BlockStep, BlockTask, BlockTimes
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,8 +158,3 @@ class Sequence:
             decode_start_s=decode_start_s,
             end_s=self.steps[-1].end_s,
         )
-
-
-def never_ran(key: BlockKey) -> BlockEnd:
-    """The report of a block that was cancelled while its refresh waited."""
-    return BlockEnd(key, BlockOutcome.CANCELLED, (), False, "", None, ())

@@ -176,12 +176,12 @@ class Scheduler:
         was_asked = worker.phase is WorkerPhase.DRAINING
         worker.phase = WorkerPhase.ENDED if was_asked else WorkerPhase.LOST
         worker.last_state = None
+        loss = f"worker {worker_id} was lost: {reason}"
         if not was_asked:
-            self.fleet.last_loss = f"worker {worker_id} was lost: {reason}"
+            self.fleet.last_loss = loss
             self._emit(WorkerLost(now_s, SOURCE, worker_id, reason))
         for key in list(worker.assignments):
-            end = BlockEnd(key, BlockOutcome.FAILED, (), False, f"worker {worker_id} was lost: {reason}", None, ())
-            self._end_block(worker, end, now_s)
+            self._end_block(worker, BlockEnd.without_steps(key, BlockOutcome.FAILED, loss), now_s)
         self._settle(now_s)
 
     def progress(self, worker_id: int, progress: EngineProgress, now_s: float) -> None:

@@ -158,12 +158,10 @@ class BlockEnd:
     steps: tuple[BlockStep, ...]
     """In order, the refresh first; void spans are not steps. `num_unmasked` counts returned tokens only."""
 
-
-@dataclass(frozen=True, slots=True)
-class BlockRefreshed:
-    """A block's refresh has ended and its decode steps begin."""
-
-    key: BlockKey
+    @staticmethod
+    def without_steps(key: BlockKey, outcome: BlockOutcome, error: str = "") -> BlockEnd:
+        """The end of a block that never ran, or of which nothing was heard."""
+        return BlockEnd(key, outcome, (), False, error, None, ())
 
 
 def derive_request_seed(

@@ -82,7 +82,7 @@ class WorkerLoop:
                 raise RequestError("the worker is draining and takes nothing new")
             self._engine.submit(task)
         except RequestError as error:
-            self._refused.append(BlockEnd(task.key, BlockOutcome.FAILED, (), False, str(error), None, ()))
+            self._refused.append(BlockEnd.without_steps(task.key, BlockOutcome.FAILED, str(error)))
 
     def _take_refused(self) -> list[BlockEnd]:
         refused, self._refused = self._refused, []

@@ -111,8 +111,8 @@ def done(task: BlockTask, token_ids: tuple[int, ...], *, found_eos: bool = False
 
 
 def failed(task: BlockTask, error: str = "non-finite logits in step 2") -> BlockEnd:
-    return BlockEnd(task.key, BlockOutcome.FAILED, (), False, error, None, ())
+    return BlockEnd.without_steps(task.key, BlockOutcome.FAILED, error)
 
 
 def cancelled(task: BlockTask) -> BlockEnd:
-    return BlockEnd(task.key, BlockOutcome.CANCELLED, (), False, "", None, ())
+    return BlockEnd.without_steps(task.key, BlockOutcome.CANCELLED)
