@@ -20,7 +20,7 @@ from dbench.load.target import GrpcTarget, Outcome, Target
 from dbench.options import SamplingOptions
 from dbench.serve.fake_runner import FakeScript
 from tests.load.builders import events_of, one_request, small_load
-from tests.load.embedded_server import embedded_server
+from tests.serve.server_builders import ServerInThisProcess
 
 SLOWLY_S = 0.3
 
@@ -47,11 +47,12 @@ async def in_process(slow: bool) -> AsyncIterator[Setting]:
 @asynccontextmanager
 async def grpc(slow: bool) -> AsyncIterator[Setting]:
     async with (
-        embedded_server(FakeScript(lag_s=0.02 if slow else 0.0)) as server,
-        aclosing(GrpcTarget(server.address)) as target,
+        ServerInThisProcess(block_length=32, max_model_len=1024) as server,
+        aclosing(GrpcTarget(server.endpoint.address)) as target,
     ):
+        await server.open(FakeScript(lag_s=0.02 if slow else 0.0))
         await target.info()
-        yield Setting(target, server.lose)
+        yield Setting(target, lambda: server.endpoint.stop(0))
 
 
 Make = Callable[[bool], AbstractAsyncContextManager[Setting]]
