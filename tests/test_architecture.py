@@ -225,7 +225,8 @@ def test_module_imports_no_higher_layer(module: str) -> None:
 
 
 def test_imports_inside_a_layer_have_no_cycle() -> None:
-    graph = {m: {i for i in imports_of(p) if i in modules() and i != m} for m, p in modules().items()}
+    paths = modules()
+    graph = {m: {i for i in imports_of(p) if i in paths and i != m} for m, p in paths.items()}
     done: set[str] = set()
 
     def visit(module: str, path: tuple[str, ...]) -> None:

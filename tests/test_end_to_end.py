@@ -20,6 +20,7 @@ import pytest
 import yaml
 
 from dbench.events import WorkerUp, read_events
+from tests.serve.process_builders import is_gone
 
 COMMAND = (sys.executable, "-m", "dbench")
 PATIENCE_S = 120
@@ -49,13 +50,6 @@ def start(folder: Path, *arguments: str) -> subprocess.Popen[str]:
 def worker_pids(events: Path) -> list[int]:
     with events.open(encoding="utf-8") as lines:
         return [event.pid for event in read_events(lines) if isinstance(event, WorkerUp)]
-
-
-def is_alive(process: psutil.Process) -> bool:
-    try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
 
 
 def server_processes(process: psutil.Process) -> list[psutil.Process]:
@@ -93,11 +87,11 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         yield Server(folder, answer.split()[-1])
         process.send_signal(signal.SIGTERM)
         assert process.wait(PATIENCE_S) == 0
-        assert not any(is_alive(child) for child in children)
+        assert all(is_gone(child) for child in children)
     finally:
         process.kill()
         for child in children:
-            if is_alive(child):
+            if not is_gone(child):
                 child.kill()
 
 
@@ -228,4 +222,4 @@ def test_terminated_command_leaves_no_process_while_its_server_starts(tmp_path: 
     assert process.returncode == 130
     assert output == ""
     assert "Traceback" not in errors
-    assert not any(is_alive(server) for server in servers)
+    assert all(is_gone(server) for server in servers)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from dbench.errors import ServerStartError
-from dbench.events import SCHEMA_VERSION, Event, RequestDone, RequestSent, RunEnded, RunStarted, event_to_json
+from dbench.events import SCHEMA_VERSION, Event, RequestDone, RequestSent, RunEnded, RunStarted
 from dbench.load.driver import EXIT_CODES, RunResult
 from dbench.options import LoadOptions
 from dbench.progress import RunPhase, RunProgress
@@ -17,6 +17,7 @@ from dbench.search.objective import OnRun
 from dbench.search.plan import Job, SearchPlan, plan_search
 from dbench.search.results import JobResult, SearchResults
 from dbench.search.study import OnProgress, Tools, run_search
+from tests.event_builders import write_run
 
 SLA = "request_e2e_time:p90<=1s"
 FAST_S, SLOW_S = 0.5, 4.0
@@ -66,7 +67,7 @@ class ScriptedRunner:
         reason = reasons.pop(0) if reasons else "complete"
         if reason == "error":
             raise ServerStartError("no worker became ready")
-        write_events(run_dir, run_events(qps, load.num_requests, self.behaviour(qps), reason))
+        write_run(run_dir, run_events(qps, load.num_requests, self.behaviour(qps), reason))
         return RunResult(run_dir, reason, EXIT_CODES[reason], f"scripted {reason}" if reason != "complete" else "")
 
     def close(self) -> None:
@@ -89,11 +90,6 @@ def run_events(qps: float, num_requests: int, requests: Requests, reason: str = 
         events.append(RequestDone(done_s, "client", name, status, tokens, 4, intended_s + 0.1, "", ""))
     events.append(RunEnded(100.0 + num_requests * gap_s + 10, "client", reason, ""))
     return events
-
-
-def write_events(run_dir: Path, events: Sequence[Event]) -> None:
-    run_dir.mkdir(parents=True, exist_ok=True)
-    (run_dir / "events.jsonl").write_text("".join(event_to_json(e) + "\n" for e in events), encoding="utf-8")
 
 
 def plan(folder: Path, **flags: object) -> SearchPlan:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,8 @@ from dbench.metrics import RunData, load_run
 from dbench.progress import Verdict
 from dbench.search.sla import Rule, parse_rules
 from dbench.search.verdict import TrialEnd, judge, was_alone
-from tests.search.builders import Requests, run_events, write_events
+from tests.event_builders import write_run
+from tests.search.builders import Requests, run_events
 
 NUM_REQUESTS = 50  # 10 of them warm up, 40 are judged
 
@@ -23,7 +25,7 @@ def run(tmp_path: Path, qps: float = 1.0, requests: Requests | None = None, reas
 
 
 def stored(tmp_path: Path, events: list[Event]) -> RunData:
-    write_events(tmp_path, events)
+    write_run(tmp_path, events)
     return load_run(tmp_path)
 
 
@@ -152,15 +154,4 @@ def is_end_of(event: Event, indices: range) -> bool:
 
 
 def delayed(event: Event, by_s: float) -> Event:
-    assert isinstance(event, RequestDone)
-    return RequestDone(
-        event.at_s + by_s,
-        event.source,
-        event.request_id,
-        event.status,
-        event.num_gen_tokens,
-        event.num_forward_passes,
-        event.first_block_s,
-        event.error,
-        event.token_ids_sha256,
-    )
+    return replace(event, at_s=event.at_s + by_s)

@@ -41,17 +41,14 @@ def family_of(pid: int) -> list[psutil.Process]:
 
 def is_gone(process: psutil.Process) -> bool:
     """It has ended; a zombie that nobody has waited for yet counts as ended."""
-    return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+    try:
+        return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:  # it has ended between the two questions
+        return True
 
 
 def assert_all_end(processes: list[psutil.Process]) -> None:
-    def are_gone() -> bool:
-        try:
-            return all(is_gone(process) for process in processes)
-        except psutil.NoSuchProcess:
-            return False
-
-    wait_for(are_gone)
+    wait_for(lambda: all(is_gone(process) for process in processes))
 
 
 @contextmanager
