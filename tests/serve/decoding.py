@@ -17,7 +17,9 @@ NUM_PAGES = 640
 MAX_ITERATIONS = 1000
 
 
-def runner_for(directory: Path, block_length: int, *, dtype: str = "float32", num_slots: int = 16) -> TorchRunner:
+def runner_for(
+    directory: Path, block_length: int, *, dtype: str = "float32", num_slots: int = 16, mask_token_id: int = MASK
+) -> TorchRunner:
     return build_runner(
         RunnerConfig(
             model_dir=directory,
@@ -29,7 +31,7 @@ def runner_for(directory: Path, block_length: int, *, dtype: str = "float32", nu
             page_size=PAGE_SIZE,
             num_slots=num_slots,
             block_length=block_length,
-            mask_token_id=MASK,
+            mask_token_id=mask_token_id,
             num_threads=1,
         )
     )

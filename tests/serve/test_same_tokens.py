@@ -14,12 +14,9 @@ from dbench.serve.engine import Engine, EngineLimits
 from dbench.serve.families import read_model_config
 from dbench.serve.pages import PagePool
 from dbench.serve.sequence import BlockOutcome, SamplingParameters
-from dbench.serve.torch_runner import RunnerConfig, build_runner
-from tests.serve.decoding import Job, task_of
+from tests.serve.decoding import NUM_PAGES, PAGE_SIZE, Job, runner_for, task_of
 
 BLOCK_LENGTH = 8
-PAGE_SIZE = 16
-NUM_PAGES = 200
 MAX_STEPS = 2000
 RULES = (
     SamplingParameters("conf_threshold", confidence_threshold=0.9),
@@ -46,21 +43,7 @@ def different_jobs(count: int) -> list[Job]:
 def engine(*, overlap: bool, max_tokens_per_iteration: int = 512) -> Iterator[Engine]:
     config = read_model_config(embedded_directory())
     assert config.mask_token_id is not None
-    runner = build_runner(
-        RunnerConfig(
-            model_dir=embedded_directory(),
-            load_format="auto",
-            dtype="float32",
-            device="cpu",
-            seed=0,
-            num_pages=NUM_PAGES,
-            page_size=PAGE_SIZE,
-            num_slots=16,
-            block_length=BLOCK_LENGTH,
-            mask_token_id=config.mask_token_id,
-            num_threads=1,
-        )
-    )
+    runner = runner_for(embedded_directory(), BLOCK_LENGTH, mask_token_id=config.mask_token_id)
     limits = EngineLimits(
         max_batch_size=16,
         max_tokens_per_iteration=max_tokens_per_iteration,
