@@ -50,7 +50,7 @@ async def grpc(slow: bool) -> AsyncIterator[Setting]:
         ServerInThisProcess(block_length=32, max_model_len=1024) as server,
         aclosing(GrpcTarget(server.endpoint.address)) as target,
     ):
-        await server.open(FakeScript(lag_s=0.02 if slow else 0.0))
+        await server.open(FakeScript(lag_s=0.01 if slow else 0.0))
         await target.info()
         yield Setting(target, lambda: server.endpoint.stop(0))
 
