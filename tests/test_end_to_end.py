@@ -74,25 +74,26 @@ class Server:
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """Two CPU workers; at the end SIGTERM drains it and leaves no process behind."""
     folder = tmp_path_factory.mktemp("served")
-    process = start(folder, "serve", "embedded", "--gpus", "cpu,cpu", "--scheduler-port", "0", *SMALL_SERVER)
-    assert process.stdout is not None
-    assert process.stderr is not None
-    threading.Thread(target=process.stderr.read, daemon=True).start()
+    arguments = ("serve", "embedded", "--gpus", "cpu,cpu", "--scheduler-port", "0", *SMALL_SERVER)
     children = []
-    try:
-        answer = process.stdout.readline()
-        assert answer.startswith("ready at 127.0.0.1:")
-        children = psutil.Process(process.pid).children(recursive=True)
-        assert len(children) == 2
-        yield Server(folder, answer.split()[-1])
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(PATIENCE_S) == 0
-        assert all(is_gone(child) for child in children)
-    finally:
-        process.kill()
-        for child in children:
-            if not is_gone(child):
-                child.kill()
+    with start(folder, *arguments) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        threading.Thread(target=process.stderr.read, daemon=True).start()
+        try:
+            answer = process.stdout.readline()
+            assert answer.startswith("ready at 127.0.0.1:")
+            children = psutil.Process(process.pid).children(recursive=True)
+            assert len(children) == 2
+            yield Server(folder, answer.split()[-1])
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(PATIENCE_S) == 0
+            assert all(is_gone(child) for child in children)
+        finally:
+            process.kill()
+            for child in children:
+                if not is_gone(child):
+                    child.kill()
 
 
 def test_submit_prints_the_answer_as_json_and_equal_requests_get_equal_answers(server: Server) -> None:
