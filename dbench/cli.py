@@ -21,16 +21,12 @@ import typer
 from dbench import __version__
 from dbench.cli_options import Argument, Command, Invocation, PanelCommand, typer_function
 from dbench.config import commands_with, unknown_variables
-from dbench.errors import DbenchError
+from dbench.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_USAGE, DbenchError
 from dbench.values import nearest
 
 logger = logging.getLogger(__name__)
 
 PROGRAM = "dbench"
-EXIT_OK = 0
-EXIT_FAILED = 1
-EXIT_USAGE = 2
-EXIT_INTERRUPTED = 130
 EXIT_BROKEN_PIPE = 141
 """What a shell reports for a program that wrote into a closed pipe."""
 

@@ -21,17 +21,23 @@ from __future__ import annotations
 from collections.abc import Iterable
 from difflib import get_close_matches
 
+EXIT_OK = 0
+EXIT_FAILED = 1
+EXIT_USAGE = 2
+EXIT_INTERRUPTED = 130
+"""What a shell reports for a program that Ctrl-C ended."""
+
 
 class DbenchError(Exception):
     """The root: `str()` is the one line a user sees."""
 
-    exit_code = 1
+    exit_code = EXIT_FAILED
 
 
 class UsageError(DbenchError):
     """Something the user can mend."""
 
-    exit_code = 2
+    exit_code = EXIT_USAGE
 
 
 class OptionError(UsageError):

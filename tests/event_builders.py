@@ -51,7 +51,9 @@ def ended(at: float = 10.0, reason: str = "complete", detail: str = "") -> RunEn
     return RunEnded(START_S + at, "client", reason, detail)
 
 
-def drawn(*, num_rounded: int = 0, num_shortened: int = 0, notes: tuple[str, ...] = ()) -> LoadDrawn:
+def drawn(
+    *, num_rounded: int = 0, num_shortened: int = 0, num_repeated: int = 0, notes: tuple[str, ...] = ()
+) -> LoadDrawn:
     return LoadDrawn(
         START_S - 1,
         "client",
@@ -65,7 +67,7 @@ def drawn(*, num_rounded: int = 0, num_shortened: int = 0, notes: tuple[str, ...
         max_total_tokens=4096,
         num_rounded=num_rounded,
         num_shortened=num_shortened,
-        num_repeated=0,
+        num_repeated=num_repeated,
         num_warmup=1,
         notes=notes,
     )

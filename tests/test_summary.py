@@ -22,7 +22,9 @@ from tests.event_builders import (
 
 
 def test_the_figures_of_a_run_of_four_and_a_failure() -> None:
-    summary = summarize(run_of(drawn(num_rounded=3, num_shortened=1), *simple_requests([2.0, 1.0, None, 3.0, 6.0])))
+    summary = summarize(
+        run_of(drawn(num_rounded=3, num_shortened=1, num_repeated=2), *simple_requests([2.0, 1.0, None, 3.0, 6.0]))
+    )
     assert (summary.num_requests, summary.num_successful, summary.num_failed) == (5, 4, 1)
     assert summary.latency is not None
     assert astuple(summary.latency) == pytest.approx((1.0, 3.0, 2.0, 6.0, 6.0, 6.0))
@@ -34,7 +36,7 @@ def test_the_figures_of_a_run_of_four_and_a_failure() -> None:
     assert summary.offered_qps == 2.0
     assert summary.sent_qps == pytest.approx(1.0)
     assert (summary.complete, summary.reason, summary.valid) == (True, "complete", True)
-    assert (summary.num_rounded, summary.num_shortened, summary.seed) == (3, 1, 42)
+    assert (summary.num_rounded, summary.num_shortened, summary.num_repeated, summary.seed) == (3, 1, 2, 42)
     assert (summary.rule, summary.ignore_eos) == ("conf_threshold 0.9, temperature 0", True)
 
 

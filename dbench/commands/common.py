@@ -13,10 +13,6 @@ from dbench.console import View, install_logging, make_view
 from dbench.errors import OptionError
 from dbench.options import TerminalOptions
 
-EXIT_OK = 0
-EXIT_FAILED = 1
-EXIT_INTERRUPTED = 130
-
 TIME_FORMAT = "%Y%m%d-%H%M%S"
 MAX_NAME = 100
 """Characters of a folder name; file systems stop at 255 bytes."""

@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from dbench.cli_options import Invocation
-from dbench.commands.common import EXIT_OK, open_view
+from dbench.commands.common import open_view
 from dbench.commands.summary import print_summary
+from dbench.errors import EXIT_OK
 from dbench.report import write_report
 
 

@@ -9,15 +9,16 @@ from contextlib import aclosing
 from pathlib import Path
 
 from dbench.cli_options import Invocation
-from dbench.commands.common import EXIT_FAILED, EXIT_OK, new_folder, open_view
+from dbench.commands.common import new_folder, open_view
 from dbench.commands.summary import print_summary
 from dbench.config import AUTO_PREFIX, ENVIRONMENT_PREFIX, FLAG, Resolved, option_table
 from dbench.environment import describe_environment
-from dbench.errors import OptionError
+from dbench.errors import EXIT_FAILED, EXIT_OK, OptionError
 from dbench.load.driver import RunResult, run_load
 from dbench.load.lengths import length_source
 from dbench.load.stop import run_cancellable
 from dbench.load.target import GrpcTarget, TargetInfo
+from dbench.measure.summary import RunSummary
 from dbench.options import EngineOptions, LoadOptions, SamplingOptions, ServiceOptions, TerminalOptions, options_of
 from dbench.progress import RunProgress
 from dbench.report import write_report
@@ -40,7 +41,7 @@ CLIENT_OPTIONS = ("api_key", "enable_individual_batch_metrics")
 
 
 def run_command(invocation: Invocation) -> int:
-    """Run the load, write the report, print the summary; 0, or what a bad end or an invalid run says."""
+    """Run the load, write the report, print the summary; see `exit_code`."""
     resolved = one_kind_of_loop(invocation.resolve())
     view = open_view(resolved)
     check_sampling(resolved)
@@ -57,9 +58,14 @@ def run_command(invocation: Invocation) -> int:
             result = _run_own_server(resolved, folder, view.update)
     summary = write_report(result.run_dir)
     print_summary(summary, result.run_dir, as_json=invocation.json)
+    return exit_code(result, summary)
+
+
+def exit_code(result: RunResult, summary: RunSummary) -> int:
+    """That of a bad end; 1 for a run that is invalid or in which nothing completed; else 0."""
     if result.exit_code != EXIT_OK:
         return result.exit_code
-    return EXIT_OK if summary.valid else EXIT_FAILED
+    return EXIT_OK if summary.valid and summary.num_successful > 0 else EXIT_FAILED
 
 
 def new_run_folder(resolved: Resolved) -> Path:

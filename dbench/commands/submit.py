@@ -7,9 +7,9 @@ import sys
 import unicodedata
 
 from dbench.cli_options import Invocation
-from dbench.commands.common import EXIT_FAILED, EXIT_OK, open_view, print_json
+from dbench.commands.common import open_view, print_json
 from dbench.config import Resolved
-from dbench.errors import ModelError, OptionError
+from dbench.errors import EXIT_FAILED, EXIT_OK, ModelError, OptionError
 from dbench.load.schedule import sampling_parameters
 from dbench.options import ClientOptions, SamplingOptions
 from dbench.resolve import check_sampling

@@ -28,7 +28,7 @@ def summary_lines(summary: RunSummary, folder: Path) -> list[str]:
         ("rate", _rates(summary)),
         ("tokens", _tokens(summary)),
         ("send lag", _distribution(summary.lag)),
-        ("load", "; ".join(part for part in (summary.arrivals, summary.lengths) if part)),
+        ("load", "; ".join(part for part in (summary.arrivals, summary.lengths, *_changes(summary)) if part)),
         ("rule", _rule(summary)),
         *(("note", note) for note in summary.notes),
         ("files", str(folder)),
@@ -84,6 +84,16 @@ def _tokens(summary: RunSummary) -> str:
     if summary.tokens_per_forward_pass is not None:
         parts.append(f"{summary.tokens_per_forward_pass:.2f} per forward pass")
     return ", ".join(parts)
+
+
+def _changes(summary: RunSummary) -> list[str]:
+    """What was done to the lengths of the trace or the options before they were sent."""
+    counts = (
+        ("gen lengths rounded up to whole blocks", summary.num_rounded),
+        ("prompts shortened", summary.num_shortened),
+        ("trace rows used again", summary.num_repeated),
+    )
+    return [f"{what}: {count}" for what, count in counts if count]
 
 
 def _rule(summary: RunSummary) -> str:

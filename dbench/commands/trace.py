@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from dbench.cli_options import Invocation
-from dbench.commands.common import EXIT_OK, open_view, print_json
-from dbench.errors import TraceError
+from dbench.commands.common import open_view, print_json
+from dbench.errors import EXIT_OK, TraceError
 from dbench.load.traces import COLUMNS, PROFILES, LengthPair, Trace, open_trace
 from dbench.options import ProfileOptions
 from dbench.quantiles import quantiles

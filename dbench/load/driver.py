@@ -14,7 +14,7 @@ from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from dbench.errors import ServerUnavailable, one_line
+from dbench.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, ServerUnavailable, one_line
 from dbench.events import SCHEMA_VERSION, RunEnded, RunStarted
 from dbench.load.flights import MEASURED, TAIL, TIMEOUT, WARMUP, Ending, Flights, Unfinished
 from dbench.load.pacing import punctual, sleep_until
@@ -27,7 +27,13 @@ from dbench.progress import RunPhase, RunProgress
 
 log = logging.getLogger(__name__)
 
-EXIT_CODES = {"complete": 0, "timeout": 1, "interrupted": 130, "server_lost": 1, "stopped": 1}
+EXIT_CODES = {
+    "complete": EXIT_OK,
+    "timeout": EXIT_FAILED,
+    "interrupted": EXIT_INTERRUPTED,
+    "server_lost": EXIT_FAILED,
+    "stopped": EXIT_FAILED,
+}
 """Reason of a run's end -> exit code."""
 
 START_DELAY_S = 0.02

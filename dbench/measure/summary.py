@@ -83,6 +83,8 @@ class RunSummary:
     ignore_eos: bool | None
     num_rounded: int | None
     num_shortened: int | None
+    num_repeated: int | None
+    """Requests drawn from a row of the trace that an earlier one had used."""
     notes: tuple[str, ...]
 
 
@@ -134,6 +136,7 @@ def summarize(data: RunData) -> RunSummary:
         ignore_eos=load.ignore_eos if load else None,
         num_rounded=load.num_rounded if load else None,
         num_shortened=load.num_shortened if load else None,
+        num_repeated=load.num_repeated if load else None,
         notes=load.notes if load else (),
     )
 

@@ -7,10 +7,13 @@ from pathlib import Path
 import pytest
 import yaml
 
-from dbench.commands.run import config_text, one_kind_of_loop, refuse_server_options, with_own_server
+from dbench.commands.run import config_text, exit_code, one_kind_of_loop, refuse_server_options, with_own_server
 from dbench.config import Resolved, resolve
 from dbench.errors import OptionError
+from dbench.load.driver import EXIT_CODES, RunResult
+from dbench.measure.summary import summarize
 from dbench.options import COMMAND_SECTIONS, EngineOptions, LoadOptions, Option, ServiceOptions, options_of
+from tests.event_builders import run_of, simple_requests
 
 RUN = COMMAND_SECTIONS["run"]
 SERVER_OPTIONS = [*options_of(EngineOptions), *options_of(ServiceOptions)]
@@ -43,6 +46,17 @@ def test_attached_run_refuses_every_option_of_a_server(option: Option) -> None:
     else:
         with pytest.raises(OptionError, match=f"^--{name.replace('_', '-')} configures a server"):
             refuse_server_options(resolved)
+
+
+@pytest.mark.parametrize(
+    ("latencies", "reason", "code"),
+    [([1.0, None], "complete", 0), ([None, None], "complete", 1), ([1.0], "timeout", 1), ([None], "interrupted", 130)],
+)
+def test_exit_code_is_that_of_the_end_and_1_when_nothing_completed(
+    latencies: list[float | None], reason: str, code: int
+) -> None:
+    summary = summarize(run_of(*simple_requests(latencies)))
+    assert exit_code(RunResult(Path("run"), reason, EXIT_CODES[reason]), summary) == code
 
 
 def test_own_server_takes_any_free_port() -> None:

@@ -47,6 +47,20 @@ def test_complete_run_shows_latency_rate_tokens_lag_and_rule() -> None:
     assert lines["note"] == "lengths count another model's tokens"
 
 
+def test_load_row_counts_what_was_done_to_the_lengths() -> None:
+    changed = drawn(num_rounded=3, num_shortened=2, num_repeated=1)
+    (load,) = (
+        line for line in summary_lines(summarize(run_of(started(4), changed)), FOLDER) if line.startswith("load")
+    )
+    assert load.endswith(
+        "trace arxiv; gen lengths rounded up to whole blocks: 3; prompts shortened: 2; trace rows used again: 1"
+    )
+    (load,) = (
+        line for line in summary_lines(summarize(run_of(started(4), drawn())), FOLDER) if line.startswith("load")
+    )
+    assert load.endswith("; trace arxiv")
+
+
 def test_invalid_run_says_so_in_its_first_line() -> None:
     events = [started(num_requests=1), sent(lag=1.0), done(at=1.1), ended()]
     summary = summarize(run_of(*events))
