@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import yaml
 
 from dbench.errors import OptionError
+from dbench.json_values import strict
 from dbench.options import COMMAND_SECTIONS, Option, options_of
 from dbench.values import nearest, read_text, read_value, show
 
@@ -112,7 +113,7 @@ class Resolved:
         """One object: name -> {value, origin}; secrets as 'set' or 'unset', infinities as text."""
         record = {
             option.name: {
-                "value": _public_text(option, value) if option.spec.secret else _plain(value),
+                "value": _public_text(option, value) if option.spec.secret else strict(value),
                 "origin": self.origins[option.name],
             }
             for option, value in self._pairs()
@@ -178,7 +179,7 @@ def flag_of(name: str) -> str:
 
 def options_to_dict(section: object) -> dict[str, Any]:
     """A section as plain JSON values, to hand it to another process. Secrets are in it in full: never log it."""
-    return {name: _plain(value) for name, value in _values((section,)).items()}
+    return {name: strict(value) for name, value in _values((section,)).items()}
 
 
 def options_from_dict(kind: type[S], mapping: Mapping[str, Any]) -> S:
@@ -267,12 +268,6 @@ def _public_text(option: Option, value: object) -> str:
     if option.spec.secret:
         return "unset" if value is None else "set"
     return show(value)
-
-
-def _plain(value: object) -> object:
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    return list(value) if isinstance(value, tuple) else value
 
 
 def _yaml_line(name: str, value: object) -> str:

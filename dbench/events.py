@@ -8,11 +8,16 @@ the scheduler's clock before they leave it, and to the client's when a run store
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields, replace
 from itertools import chain, islice
+from operator import attrgetter
 from typing import Any, ClassVar
+
+from dbench.json_values import finite_or_text
+
+EVENTS_FILE = "events.jsonl"
+"""Its name in the folder of a run or of a server."""
 
 SCHEMA_VERSION = 1
 
@@ -273,11 +278,21 @@ _AS_THEY_ARE = frozenset((float, int, bool, type(None)))
 FIELD_NAMES: dict[str, tuple[str, ...]] = {kind: tuple(f.name for f in fields(t)) for kind, t in EVENT_TYPES.items()}
 """Kind -> fields; dataclasses.asdict copies deeply and takes four times as long for a block."""
 
+_READ_FIELDS = {kind: attrgetter(*names) for kind, names in FIELD_NAMES.items()}
+"""Kind -> what reads all fields of such an event, in the order of FIELD_NAMES."""
+
+_MOMENT_NAMES = {
+    kind: tuple(name for name in names if name.endswith("_s") and name != "unix_s")
+    for kind, names in FIELD_NAMES.items()
+}
+
+_encode = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
+
 
 def event_to_json(event: Event) -> str:
     """One line without a newline; non-finite numbers as the strings "inf", "-inf", "nan"."""
-    record = {"kind": event.kind, **{name: _plain(getattr(event, name)) for name in FIELD_NAMES[event.kind]}}
-    return json.dumps(record, separators=(",", ":"), allow_nan=False)
+    record = {"kind": event.kind, **{name: finite_or_text(value) for name, value in _values(event).items()}}
+    return _encode(record)
 
 
 def event_from_json(line: str) -> Event:
@@ -300,9 +315,8 @@ def _event(record: Any) -> Event:
 
 def shifted(event: Event, offset_s: float) -> Event:
     """The event on another clock: every field that ends in _s is a moment, but for unix_s, and moves by `offset_s`."""
-    names = (f.name for f in fields(event) if f.name.endswith("_s") and f.name != "unix_s")
-    moved = {name: _moved(getattr(event, name), offset_s) for name in names}
-    return replace(event, **moved)
+    values = _values(event)
+    return replace(event, **{name: _moved(values[name], offset_s) for name in _MOMENT_NAMES[event.kind]})
 
 
 def read_events(lines: Iterable[str]) -> Iterator[Event]:
@@ -345,18 +359,16 @@ def _read_line_by_line(lines: Iterable[str], num_before: int) -> Iterator[Event]
         yield event
 
 
+def _values(event: Event) -> dict[str, Any]:
+    return dict(zip(FIELD_NAMES[event.kind], _READ_FIELDS[event.kind](event), strict=True))
+
+
 def _moved(moment: Any, offset_s: float) -> Any:
     if moment is None:
         return None
     if isinstance(moment, tuple):
         return tuple(m + offset_s for m in moment)
     return moment + offset_s
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    return value
 
 
 def _record_value(value: Any) -> Any:

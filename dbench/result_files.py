@@ -6,7 +6,6 @@ A CSV carries the version in its last column, a JSON object in its first key.
 from __future__ import annotations
 
 import json
-import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dbench.events import SCHEMA_VERSION
+from dbench.json_values import strict
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -41,8 +41,8 @@ def write_text(path: Path, text: str) -> None:
 
 def write_json(path: Path, record: Mapping[str, Any]) -> None:
     """NaN becomes null, infinities the texts "inf" and "-inf", as in events.jsonl."""
-    plain = {SCHEMA_COLUMN: SCHEMA_VERSION, **{name: _plain(value) for name, value in record.items()}}
-    write_text(path, json.dumps(plain, indent=1, allow_nan=False) + "\n")
+    stamped = strict({SCHEMA_COLUMN: SCHEMA_VERSION, **record})
+    write_text(path, json.dumps(stamped, indent=1, allow_nan=False) + "\n")
 
 
 def write_csv(path: Path, table: pd.DataFrame, exact: Sequence[str] = ()) -> None:
@@ -63,13 +63,3 @@ def rounded(table: pd.DataFrame, exact: Sequence[str] = ()) -> pd.DataFrame:
     for name in table.select_dtypes("float").columns.difference(list(exact)):
         result[name] = table[name].round(DECIMALS) + 0.0
     return result
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {name: _plain(item) for name, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return None if math.isnan(value) else str(value)
-    return value

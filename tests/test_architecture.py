@@ -17,6 +17,7 @@ LAYERS = {
     "dbench.errors": 0,
     "dbench.options": 0,
     "dbench.events": 0,
+    "dbench.json_values": 0,
     "dbench.progress": 0,
     "dbench.values": 1,
     "dbench.config": 1,

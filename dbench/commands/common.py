@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import time
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 from dbench.config import Resolved
 from dbench.console import View, install_logging, make_view
 from dbench.errors import OptionError
+from dbench.json_values import strict
 from dbench.options import TerminalOptions
 
 TIME_FORMAT = "%Y%m%d-%H%M%S"
@@ -50,14 +50,4 @@ def new_folder(parent: str, name: str, *, place: str) -> Path:
 
 def print_json(record: Any) -> None:
     """One JSON document on stdout; as in every file, nan becomes null and infinities the texts "inf" and "-inf"."""
-    print(json.dumps(_strict(record), indent=2, allow_nan=False))
-
-
-def _strict(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _strict(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_strict(item) for item in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return None if math.isnan(value) else str(value)
-    return value
+    print(json.dumps(strict(record), indent=2, allow_nan=False))

@@ -13,11 +13,10 @@ from types import TracebackType
 from typing import TextIO
 
 from dbench.errors import RunError
-from dbench.events import Event, event_to_json
+from dbench.events import EVENTS_FILE, Event, event_to_json
 from dbench.progress import RunPhase, RunProgress, WorkerProgress
 from dbench.quantiles import quantile, quantiles
 
-EVENTS_FILE = "events.jsonl"
 NUM_RECENT_ERRORS = 5
 LIVE_QUANTILES = (0.50, 0.90, 0.99)
 

@@ -21,6 +21,7 @@ import pandas as pd
 from dbench import __version__
 from dbench.errors import UsageError
 from dbench.events import (
+    EVENTS_FILE,
     SCHEMA_VERSION,
     BatchExecuted,
     BlockFinished,
@@ -41,7 +42,6 @@ from dbench.measure.event_log import EventLog, Window
 from dbench.measure.intervals import batch_frame, scheduler_intervals, worker_intervals
 from dbench.metric_names import REQUEST_METRICS
 
-EVENTS_FILE = "events.jsonl"
 MEASURED = "measured"
 COMPLETED = "COMPLETED"
 UNFINISHED = "UNFINISHED"
