@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
 from typing import Any, get_type_hints
 
+from dbench.unmasking_rules import DEFAULT_RULE, RULE_PARAMETERS, UNMASKING_RULES
+
 
 @dataclass(frozen=True, slots=True)
 class OptionSpec:
@@ -51,6 +53,20 @@ class Option:
 def option(default: Any, help: str, *, panel: str, **spec: Any) -> Any:
     """A dataclass field that declares an option; `spec` holds fields of OptionSpec."""
     return field(default=default, metadata={"option": OptionSpec(help=help, panel=panel, **spec)})
+
+
+def rule_option(name: str) -> Any:
+    """A dataclass field for the parameter of an unmasking rule: unset unless given, in the parameter's range."""
+    parameter = RULE_PARAMETERS[name]
+    return option(
+        None,
+        parameter.help,
+        panel="Sampling",
+        minimum=parameter.minimum,
+        maximum=parameter.maximum,
+        above=parameter.above,
+        auto="none" if parameter.default is None else str(parameter.default),
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,17 +192,16 @@ class SamplingOptions:
 
     temperature: float = option(0.0, "0: argmax; above: Gumbel sampling.", panel="Sampling", minimum=0)
     unmasking_strategy: str = option(
-        "conf_threshold",
+        DEFAULT_RULE,
         "Which masked positions are fixed in a step.",
         panel="Sampling",
-        choices=("conf_threshold", "conf_quota", "random"),
+        choices=tuple(UNMASKING_RULES),
     )
-    confidence_threshold: float | None = option(
-        None, "conf_threshold: fix every position at least this sure.", panel="Sampling", above=0, maximum=1, auto="0.9"
-    )
-    fixed_unmask_quota: int | None = option(
-        None, "conf_quota: positions fixed per step.", panel="Sampling", minimum=1, auto="none"
-    )
+    confidence_threshold: float | None = rule_option("confidence_threshold")
+    fixed_unmask_quota: int | None = rule_option("fixed_unmask_quota")
+    dynamic_unmask_factor: float | None = rule_option("dynamic_unmask_factor")
+    entropy_threshold: float | None = rule_option("entropy_threshold")
+    margin_threshold: float | None = rule_option("margin_threshold")
 
 
 @dataclass(frozen=True, slots=True)

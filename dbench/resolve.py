@@ -10,14 +10,14 @@ import errno
 import ipaddress
 import socket
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from dbench.config import AUTO_PREFIX, Resolved
 from dbench.errors import ModelError, OptionError
 from dbench.options import EngineOptions, SamplingOptions, ServiceOptions
 from dbench.serve.families import ModelConfig, directory_of, find_model, read_model_config
-from dbench.serve.sequence import STRATEGY_PARAMETER
+from dbench.serve.sequence import SamplingParameters
 
 EMBEDDED = "embedded"
 CPU = "cpu"
@@ -198,20 +198,10 @@ STAGES: tuple[Callable[[ServePlan], ServePlan], ...] = (basics, devices, memory_
 
 
 def check_sampling(resolved: Resolved) -> None:
-    """The unmasking rule has its own parameter and no foreign one; raises OptionError."""
-    sampling = resolved.section(SamplingOptions)
-    own = STRATEGY_PARAMETER[sampling.unmasking_strategy]
-    values = {name: resolved.value(name) for name in STRATEGY_PARAMETER.values() if name is not None}
-    for name, value in values.items():
-        if name != own and value is not None:
-            raise OptionError(
-                f"{resolved.place(name)}: got {value}, but the rule is {sampling.unmasking_strategy}; "
-                f"leave it out or choose another --unmasking-strategy"
-            )
-    if sampling.unmasking_strategy == "conf_quota" and sampling.fixed_unmask_quota is None:
-        raise OptionError(
-            f"{resolved.place('unmasking_strategy')}: conf_quota needs --fixed-unmask-quota, a whole number at least 1"
-        )
+    """The unmasking rule has its own parameter, in range, and no foreign one; raises OptionError."""
+    fault = SamplingParameters(**asdict(resolved.section(SamplingOptions))).fault(resolved.place)
+    if fault:
+        raise OptionError(fault)
 
 
 def _tokenizer(plan: ServePlan) -> ServePlan:

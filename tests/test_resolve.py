@@ -190,11 +190,17 @@ def test_available_memory_is_a_plausible_number_of_bytes() -> None:
 @pytest.mark.parametrize(
     ("flags", "line"),
     [
-        ({"fixed_unmask_quota": "2"}, "--fixed-unmask-quota: got 2, but the rule is conf_threshold"),
-        ({"unmasking_strategy": "conf_quota"}, "--unmasking-strategy: conf_quota needs --fixed-unmask-quota"),
+        (
+            {"fixed_unmask_quota": "2"},
+            "--fixed-unmask-quota 2 does not belong to conf_threshold, which takes --confidence-threshold only",
+        ),
+        (
+            {"unmasking_strategy": "conf_quota"},
+            "--unmasking-strategy conf_quota needs --fixed-unmask-quota, at least 1",
+        ),
         (
             {"unmasking_strategy": "random", "confidence_threshold": "0.5"},
-            "--confidence-threshold: got 0.5, but the rule is random",
+            "--confidence-threshold 0.5 does not belong to random, which takes no parameter",
         ),
     ],
 )

@@ -10,7 +10,7 @@ import logging
 import math
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from enum import IntEnum
 from itertools import islice
 
@@ -109,12 +109,7 @@ def length_rules(load: LoadOptions, info: TargetInfo) -> LengthRules:
 
 def sampling_parameters(options: SamplingOptions) -> SamplingParameters:
     """The unmasking rule of every request, with defaults filled in; the target checks it."""
-    return SamplingParameters(
-        unmasking_strategy=options.unmasking_strategy,
-        temperature=options.temperature,
-        confidence_threshold=options.confidence_threshold,
-        fixed_unmask_quota=options.fixed_unmask_quota,
-    ).with_defaults()
+    return SamplingParameters(**asdict(options)).with_defaults()
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from dbench.serve.attention import AttentionLayout, SequenceLayout
 from dbench.serve.runner import Phase, Span
-from dbench.serve.sequence import STRATEGY_PARAMETER, BlockTask
+from dbench.serve.sequence import BlockTask
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,10 +77,9 @@ class SlotTable:
         self.block_start_S[slot] = task.block_start
         self.step_S[slot] = 0
         self.seed_S[slot] = task.request_seed
-        sampling = task.sampling.with_defaults()
-        name = STRATEGY_PARAMETER[sampling.unmasking_strategy]
-        self.temperature_S[slot] = sampling.temperature
-        self.parameter_S[slot] = 0.0 if name is None else sampling.parameters()[name]
+        parameter = task.sampling.parameter
+        self.temperature_S[slot] = task.sampling.temperature
+        self.parameter_S[slot] = 0.0 if parameter is None else parameter
 
     def clear(self, slot: int) -> None:
         """Take the slot back; spans of it that follow are void."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from dbench.serve.policy import QueueKey, min_unmasked_per_step
+from dbench.serve.policy import QueueKey
 from dbench.serve.runner import Span, SpanResult, Ticket
 from dbench.serve.sequence import BlockEnd, BlockOutcome, BlockStep, BlockTask, BlockTimes
 
@@ -86,7 +86,7 @@ class Sequence:
     @property
     def ends_in_flight(self) -> bool:
         """The steps in flight are sure to fix every mask, or to find the block ended before."""
-        return self.masks_left <= self.in_flight * min_unmasked_per_step(self.task.sampling)
+        return self.masks_left <= self.in_flight * self.task.sampling.fewest_per_step
 
     @property
     def wants_step(self) -> bool:

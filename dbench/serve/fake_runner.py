@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from dbench.serve.policy import min_unmasked_per_step
 from dbench.serve.runner import Phase, Span, SpanResult, StepResult, Ticket
 from dbench.serve.sequence import BlockTask
 
@@ -53,14 +52,14 @@ class ManualClock:
 
 
 def fewest(task: BlockTask, step: int) -> int:
-    """The rule's own least: the quota of conf_quota, else one position per step."""
-    return min_unmasked_per_step(task.sampling)
+    """The rule's own least, which is all that the host may count on."""
+    return task.sampling.fewest_per_step
 
 
 def one_to_four(task: BlockTask, step: int) -> int:
-    """The quota of conf_quota, else between 1 and 4 positions by request seed and step."""
-    if task.sampling.unmasking_strategy == "conf_quota":
-        return min_unmasked_per_step(task.sampling)
+    """What the rule is known to fix, else between 1 and 4 positions by request seed and step."""
+    if task.sampling.rule.fixes_its_parameter:
+        return task.sampling.fewest_per_step
     return 1 + _mix(task.request_seed, step, 1) % 4
 
 
@@ -187,7 +186,7 @@ class FakeRunner:
             held.done = True
             return SpanResult(span.slot, (), (), done=True, void=False, error="non-finite logits (scripted)")
         count = self._script.num_unmasked(task, step)
-        least = min_unmasked_per_step(task.sampling)
+        least = task.sampling.fewest_per_step
         assert count >= least, (
             f"the script fixes {count} positions, the rule at least {least}, in step {step} of {task.key}"
         )

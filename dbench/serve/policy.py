@@ -12,7 +12,7 @@ from enum import StrEnum
 from typing import NamedTuple, TypeVar
 
 from dbench.errors import OptionError, unknown_name
-from dbench.serve.sequence import BlockTask, SamplingParameters
+from dbench.serve.sequence import BlockTask
 
 Entry = TypeVar("Entry")
 
@@ -145,16 +145,6 @@ def _deficit_after(budget: TokenBudget, admitted_tokens: int, stopped_by: Stop) 
         return max(0, budget.available - admitted_tokens)
     taken_from_savings = max(0, admitted_tokens - budget.fresh)
     return max(0, budget.prior - taken_from_savings)
-
-
-def min_unmasked_per_step(sampling: SamplingParameters) -> int:
-    """Positions that a step is sure to fix while so many are masked; the host can count on them unseen.
-
-    `conf_quota` fixes exactly its quota; every other rule fixes at least one.
-    """
-    if sampling.unmasking_strategy == "conf_quota" and sampling.fixed_unmask_quota is not None:
-        return sampling.fixed_unmask_quota
-    return 1
 
 
 # ---- which rows a step computes -----------------------------------------------------------------

@@ -8,17 +8,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from typing import Any
 
-DEFAULT_CONFIDENCE_THRESHOLD = 0.9
-
-STRATEGY_PARAMETER: dict[str, str | None] = {
-    "conf_threshold": "confidence_threshold",
-    "conf_quota": "fixed_unmask_quota",
-    "random": None,
-}
-"""Unmasking strategy -> the one SamplingParameters field that it needs."""
+from dbench.errors import unknown_name
+from dbench.unmasking_rules import DEFAULT_RULE, RULE_PARAMETERS, UNMASKING_RULES, UnmaskingRule
 
 
 class Status(StrEnum):
@@ -40,23 +37,77 @@ class Status(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class SamplingParameters:
-    """The unmasking rule and its temperature."""
+    """The unmasking rule, its one parameter, and the temperature; other rules' parameters are unset."""
 
-    unmasking_strategy: str = "conf_threshold"
+    unmasking_strategy: str = DEFAULT_RULE
+    """A key of UNMASKING_RULES."""
     temperature: float = 0.0
     confidence_threshold: float | None = None
     fixed_unmask_quota: int | None = None
+    dynamic_unmask_factor: float | None = None
+    entropy_threshold: float | None = None
+    margin_threshold: float | None = None
+
+    @property
+    def rule(self) -> UnmaskingRule:
+        """The record of the rule; KeyError for an unknown one."""
+        return UNMASKING_RULES[self.unmasking_strategy]
+
+    @property
+    def parameter(self) -> float | int | None:
+        """The value of the rule's own parameter, its default if unset; None for a rule without one."""
+        own = self.rule.parameter
+        if own is None:
+            return None
+        value = self._values()[own.name]
+        return own.default if value is None else value
+
+    @property
+    def fewest_per_step(self) -> int:
+        """Positions that every step is sure to fix while so many are masked; the host can count on them unseen."""
+        return int(self.parameter or 1) if self.rule.fixes_its_parameter else 1
 
     def with_defaults(self) -> SamplingParameters:
-        """conf_threshold without its parameter takes 0.9; nothing else has a default."""
-        if self.unmasking_strategy == "conf_threshold" and self.confidence_threshold is None:
-            return replace(self, confidence_threshold=DEFAULT_CONFIDENCE_THRESHOLD)
-        return self
+        """The rule's own parameter filled in where it is unset and has a default; foreign ones stay."""
+        rule = UNMASKING_RULES.get(self.unmasking_strategy)
+        if rule is None or rule.parameter is None or rule.parameter.default is None:
+            return self
+        given: dict[str, Any] = {rule.parameter.name: self.parameter}
+        return replace(self, **given)
 
     def parameters(self) -> dict[str, float | int]:
         """The rule parameters that are set, by field name."""
-        values = {"confidence_threshold": self.confidence_threshold, "fixed_unmask_quota": self.fixed_unmask_quota}
-        return {name: value for name, value in values.items() if value is not None}
+        return {name: value for name, value in self._values().items() if value is not None}
+
+    def fault(self, place: Callable[[str], str] = str) -> str:
+        """One line for what is wrong, empty if nothing is: a rule needs exactly its own parameter, in range.
+
+        `place` turns a field's name into what the line calls it.
+        """
+        strategy, rule = self.unmasking_strategy, UNMASKING_RULES.get(self.unmasking_strategy)
+        if rule is None:
+            return unknown_name(place("unmasking_strategy"), strategy, UNMASKING_RULES)
+        own, given = rule.parameter, self.with_defaults().parameters()
+        for name, value in given.items():
+            if own is None or name != own.name:
+                takes = f"takes {place(own.name)} only" if own else "takes no parameter"
+                return f"{place(name)} {value} does not belong to {strategy}, which {takes}; leave it out"
+        if own is not None and own.name not in given:
+            return f"{place('unmasking_strategy')} {strategy} needs {place(own.name)}, {own.range_text}; give it"
+        if own is not None and not own.allows(given[own.name]):
+            return f"{place(own.name)} is {given[own.name]}, wanted {own.range_text}"
+        if not (math.isfinite(self.temperature) and self.temperature >= 0):
+            return f"{place('temperature')} is {self.temperature}, wanted a finite number of at least 0"
+        return ""
+
+    def _values(self) -> dict[str, float | int | None]:
+        return {
+            "confidence_threshold": self.confidence_threshold,
+            "fixed_unmask_quota": self.fixed_unmask_quota,
+            "dynamic_unmask_factor": self.dynamic_unmask_factor,
+            "entropy_threshold": self.entropy_threshold,
+            "margin_threshold": self.margin_threshold,
+        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +230,7 @@ def derive_request_seed(
         "prompt_token_ids": list(prompt_token_ids),
         "temperature": float(filled.temperature),
         "unmasking_strategy": filled.unmasking_strategy,
-        **filled.parameters(),
+        **{name: RULE_PARAMETERS[name].kind(value) for name, value in filled.parameters().items()},
     }
     digest = hashlib.sha256(json.dumps(form, sort_keys=True, separators=(",", ":")).encode()).digest()
     return int.from_bytes(digest[:8], "big", signed=True)

@@ -26,7 +26,7 @@ from dbench.serve.model import Model
 from dbench.serve.noise import DrawKeys
 from dbench.serve.runner import Phase, Span, SpanResult, StepResult, Ticket
 from dbench.serve.sequence import BlockKey, BlockTask, SamplingParameters
-from dbench.serve.unmask import Candidates, Proposals, choose, join, propose
+from dbench.serve.unmask import MEASURES, Candidates, Proposals, RowWishes, choose, join, propose
 from dbench.serve.weights import WeightSource, load_weights
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -167,33 +167,43 @@ class TorchRunner:
 
     def _propose(self, batch: PackedBatch, hidden_RE: Tensor) -> tuple[Proposals, float]:
         """Proposals of all output rows, and the seconds they took without the LM head."""
-        slots = self._slots
-        slot_R = batch.slots_B[batch.span_R]
-        keys = DrawKeys(slots.seed_S[slot_R], batch.position_R, slots.step_S[slot_R])
-        is_hot = bool(slots.temperature_S[batch.slots_B].any())
-        temperature_R = slots.temperature_S[slot_R] if is_hot else None
+        wishes = self._wishes(batch)
         rows_at_a_time = max(1, MAX_LOGITS // self._vocab_size)
         parts, sampling_s = [], 0.0
         for first in range(0, len(hidden_RE), rows_at_a_time):
             rows = slice(first, first + rows_at_a_time)
             logits_RV = self._model.logits(hidden_RE[rows])
             started_s = time.monotonic()
-            temperature = None if temperature_R is None else temperature_R[rows]
-            parts.append(propose(logits_RV, slots.sizes.mask_token_id, temperature, keys.rows(rows)))
+            parts.append(propose(logits_RV, self._slots.sizes.mask_token_id, wishes.rows(rows)))
             sampling_s += time.monotonic() - started_s
         return join(parts), sampling_s
+
+    def _wishes(self, batch: PackedBatch) -> RowWishes:
+        """What the requests ask for; scores that cost extra are computed only in a batch with a rule for them."""
+        slots, slot_R = self._slots, batch.slots_B[batch.span_R]
+        is_hot = bool(slots.temperature_S[batch.slots_B].any())
+        measures = [slots.task(slot).sampling.rule.measure for slot in batch.slots_B.tolist()]
+        return RowWishes(
+            keys=DrawKeys(slots.seed_S[slot_R], batch.position_R, slots.step_S[slot_R]),
+            temperature_R=slots.temperature_S[slot_R] if is_hot else None,
+            measured_by={
+                measure: torch.tensor([own is measure for own in measures], device=slot_R.device)[batch.span_R]
+                for measure in MEASURES
+                if measure in measures
+            },
+        )
 
     def _unmask(self, batch: PackedBatch, proposals: Proposals) -> list[SpanResult]:
         """Choose positions, fix their tokens, and say what each live span did."""
         slots, slots_B = self._slots, batch.slots_B
         slot_numbers = slots_B.tolist()
-        confidence_BL = torch.full(batch.masked_BL.shape, -torch.inf, device=slots_B.device)
-        confidence_BL[batch.span_R, batch.offset_R] = proposals.confidence_R
+        score_BL = torch.full(batch.masked_BL.shape, -torch.inf, device=slots_B.device)
+        score_BL[batch.span_R, batch.offset_R] = proposals.score_R
         token_BL = torch.zeros_like(batch.masked_BL, dtype=torch.int64)
         token_BL[batch.span_R, batch.offset_R] = proposals.token_R
         candidates = Candidates(
             masked_BL=batch.masked_BL,
-            confidence_BL=confidence_BL,
+            score_BL=score_BL,
             parameter_B=slots.parameter_S[slots_B],
             seed_B=slots.seed_S[slots_B],
             block_start_B=slots.block_start_S[slots_B],

@@ -6,13 +6,14 @@ equal logits go to the lowest token id, equal scores to the lowest position (tor
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from dbench.serve.noise import WORDS_PER_DRAW, DrawKeys, Tag, token_noise, word
+from dbench.unmasking_rules import Measure
 
 NOISE_CHUNK_ROWS = 32
 NOISE_CHUNK_TOKENS = 8192
@@ -20,31 +21,70 @@ NOISE_CHUNK_TOKENS = 8192
 
 
 @dataclass(frozen=True, slots=True)
+class RowWishes:
+    """What the requests of the masked rows ask for."""
+
+    keys: DrawKeys
+    temperature_R: Tensor | None
+    """None: all rows are greedy."""
+    measured_by: Mapping[Measure, Tensor]
+    """Measure -> bool [R], the rows that are ordered by it; rows of none are ordered by confidence."""
+
+    def rows(self, index: slice) -> RowWishes:
+        return RowWishes(
+            self.keys.rows(index),
+            None if self.temperature_R is None else self.temperature_R[index],
+            {measure: is_R[index] for measure, is_R in self.measured_by.items()},
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class Proposals:
     """What each masked row would become."""
 
     token_R: Tensor
-    confidence_R: Tensor
-    """float32: probability of the token under the softmax of the row's noise-free logits at temperature 1."""
+    score_R: Tensor
+    """float32: the larger, the surer, by the row's measure."""
     is_finite_R: Tensor
-    """False: a NaN, plus infinity, or nothing but minus infinity; token and confidence then mean nothing."""
+    """False: a NaN, plus infinity, or nothing but minus infinity; token and score then mean nothing."""
 
 
-def propose(logits_RV: Tensor, mask_token_id: int, temperature_R: Tensor | None, keys: DrawKeys) -> Proposals:
+def propose(logits_RV: Tensor, mask_token_id: int, wishes: RowWishes) -> Proposals:
     """A token per row: the argmax, or with a temperature above 0 argmax(logits + temperature x Gumbel noise).
 
-    Overwrites the mask id's column of `logits_RV`. `temperature_R` None: all rows are greedy.
+    Scores come from the softmax of the noise-free logits at temperature 1. Overwrites the mask id's column of
+    `logits_RV`.
     """
     logits_RV[:, mask_token_id] = -torch.inf
     logits_RV = logits_RV.float()
     largest_R1 = logits_RV.amax(dim=1, keepdim=True)
     token_R = _first_equal(logits_RV, largest_R1)
+    temperature_R = wishes.temperature_R
     if temperature_R is not None:
         hot_R = temperature_R.nonzero().squeeze(1)
-        token_R[hot_R] = _noisy_argmax(logits_RV[hot_R], temperature_R[hot_R], keys.rows(hot_R))
+        token_R[hot_R] = _noisy_argmax(logits_RV[hot_R], temperature_R[hot_R], wishes.keys.rows(hot_R))
     weights_RV = (logits_RV - largest_R1).exp_()
-    confidence_R = weights_RV.gather(1, token_R.unsqueeze(1)).squeeze(1) / weights_RV.sum(dim=1)
-    return Proposals(token_R, confidence_R, largest_R1.squeeze(1).isfinite())
+    total_R = weights_RV.sum(dim=1)
+    score_R = weights_RV.gather(1, token_R.unsqueeze(1)).squeeze(1) / total_R
+    for measure, is_R in wishes.measured_by.items():
+        score_R = torch.where(is_R, MEASURES[measure](weights_RV, total_R), score_R)
+    return Proposals(token_R, score_R, largest_R1.squeeze(1).isfinite())
+
+
+def minus_entropy(weights_RV: Tensor, total_R: Tensor) -> Tensor:
+    """Minus the entropy, in nats, of the distributions with these weights."""
+    parts_RV: Tensor = torch.special.entr(weights_RV / total_R.unsqueeze(1))
+    return -parts_RV.sum(dim=1)
+
+
+def margin(weights_RV: Tensor, total_R: Tensor) -> Tensor:
+    """The largest probability minus the second largest; equal ones give 0."""
+    first_R, second_R = weights_RV.topk(2, dim=1).values.unbind(dim=1)
+    return (first_R - second_R) / total_R
+
+
+MEASURES: dict[Measure, Callable[[Tensor, Tensor], Tensor]] = {Measure.ENTROPY: minus_entropy, Measure.MARGIN: margin}
+"""Scores that cost extra -> float32 [R], from exp(logit - largest logit) and its sum; the larger, the surer."""
 
 
 def join(parts: Sequence[Proposals]) -> Proposals:
@@ -53,7 +93,7 @@ def join(parts: Sequence[Proposals]) -> Proposals:
         return parts[0]
     return Proposals(
         torch.cat([part.token_R for part in parts]),
-        torch.cat([part.confidence_R for part in parts]),
+        torch.cat([part.score_R for part in parts]),
         torch.cat([part.is_finite_R for part in parts]),
     )
 
@@ -89,8 +129,8 @@ class Candidates:
     """The masked rows of the blocks of a batch, and what the rules may look at."""
 
     masked_BL: Tensor
-    confidence_BL: Tensor
-    """float32; minus infinity where not masked."""
+    score_BL: Tensor
+    """float32, by the measure of the block's rule: the larger, the surer; minus infinity where not masked."""
     parameter_B: Tensor
     """float32: the value of the rule's own parameter; 0 for a rule without one."""
     seed_B: Tensor
@@ -100,7 +140,7 @@ class Candidates:
     def only(self, index: Tensor) -> Candidates:
         return Candidates(
             self.masked_BL[index],
-            self.confidence_BL[index],
+            self.score_BL[index],
             self.parameter_B[index],
             self.seed_B[index],
             self.block_start_B[index],
@@ -112,16 +152,38 @@ Rule = Callable[[Candidates], Tensor]
 """Candidates -> bool [B, L]: the rows to fix, masked ones only, at least one in every block that has any."""
 
 
-def conf_threshold(rows: Candidates) -> Tensor:
-    """Every row whose confidence reaches the parameter, and always the most confident one."""
-    sure_BL = rows.confidence_BL >= rows.parameter_B.unsqueeze(1)
-    best_B = _first_equal(rows.confidence_BL, rows.confidence_BL.amax(dim=1, keepdim=True))
+def at_least_parameter(rows: Candidates) -> Tensor:
+    """Every row whose score reaches the parameter, and always the surest one."""
+    return _at_least(rows, rows.parameter_B)
+
+
+def entropy(rows: Candidates) -> Tensor:
+    """Every row whose entropy is at most the parameter, and always the one of the smallest entropy."""
+    return _at_least(rows, -rows.parameter_B)
+
+
+def _at_least(rows: Candidates, limit_B: Tensor) -> Tensor:
+    sure_BL = rows.score_BL >= limit_B.unsqueeze(1)
+    best_B = _first_equal(rows.score_BL, rows.score_BL.amax(dim=1, keepdim=True))
     return sure_BL.scatter_(1, best_B.unsqueeze(1), True) & rows.masked_BL
 
 
 def conf_quota(rows: Candidates) -> Tensor:
     """As many of the most confident rows as the parameter says."""
-    return (_ranks(-rows.confidence_BL) < rows.parameter_B.unsqueeze(1)) & rows.masked_BL
+    return (_ranks(-rows.score_BL) < rows.parameter_B.unsqueeze(1)) & rows.masked_BL
+
+
+def conf_dynamic(rows: Candidates) -> Tensor:
+    """The n most confident rows, n as large as every rank k from 2 to n has a confidence of 1 - f/(k + 1) or more.
+
+    f is the parameter; ranks count from 1, and rank 1 passes always.
+    """
+    sorted_BL, order_BL = rows.score_BL.sort(dim=1, descending=True, stable=True)
+    rank_L = torch.arange(1, order_BL.shape[1] + 1, device=order_BL.device)
+    passes_BL = sorted_BL >= 1 - rows.parameter_B.unsqueeze(1) / (rank_L + 1)
+    passes_BL[:, 0] = True
+    chosen_BL = passes_BL.long().cumprod(dim=1).bool()
+    return torch.empty_like(chosen_BL).scatter_(1, order_BL, chosen_BL) & rows.masked_BL
 
 
 def random(rows: Candidates) -> Tensor:
@@ -142,7 +204,15 @@ def random(rows: Candidates) -> Tensor:
     return (_ranks(order_BL) < count_B.unsqueeze(1)) & rows.masked_BL
 
 
-RULES: dict[str, Rule] = {"conf_threshold": conf_threshold, "conf_quota": conf_quota, "random": random}
+RULES: dict[str, Rule] = {
+    "conf_threshold": at_least_parameter,
+    "conf_quota": conf_quota,
+    "conf_dynamic": conf_dynamic,
+    "random": random,
+    "entropy": entropy,
+    "margin": at_least_parameter,
+}
+"""A key of UNMASKING_RULES -> the rule."""
 
 
 def choose(strategies: Sequence[str], rows: Candidates) -> Tensor:

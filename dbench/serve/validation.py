@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 
-from dbench.errors import RequestError, unknown_name
-from dbench.serve.sequence import STRATEGY_PARAMETER, SamplingParameters
+from dbench.errors import RequestError
+from dbench.serve.sequence import SamplingParameters
 from dbench.serve.wire import Submission
 
 INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
@@ -35,13 +34,6 @@ class RequestLimits:
         return gen_length if self.max_gen_len is None else self.max_gen_len
 
 
-PARAMETER_RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
-    "confidence_threshold": (lambda value: 0 < value <= 1, "above 0 and at most 1"),
-    "fixed_unmask_quota": (lambda value: value >= 1, "1 or more"),
-}
-"""Rule parameter -> (is it in range, the range in words)."""
-
-
 def check_submission(submission: Submission, limits: RequestLimits) -> None:
     """Raises RequestError, one line with the numbers, for a request that this server cannot run."""
     _check_gen_length(submission.gen_length, limits)
@@ -55,23 +47,9 @@ def check_submission(submission: Submission, limits: RequestLimits) -> None:
 
 def check_sampling(sampling: SamplingParameters) -> None:
     """A rule needs exactly its own parameter, in range. Raises RequestError."""
-    strategy = sampling.unmasking_strategy
-    if strategy not in STRATEGY_PARAMETER:
-        raise RequestError(unknown_name("unmasking_strategy", strategy, STRATEGY_PARAMETER))
-    own = STRATEGY_PARAMETER[strategy]
-    given = sampling.with_defaults().parameters()
-    for name in given:
-        if name != own:
-            wanted = f"takes {own} only" if own else "takes no parameter"
-            raise RequestError(f"{name} {given[name]} does not belong to {strategy}, which {wanted}; leave it out")
-    if own is not None:
-        if own not in given:
-            raise RequestError(f"unmasking_strategy {strategy} needs {own}; send it")
-        is_in_range, words = PARAMETER_RANGES[own]
-        if not is_in_range(given[own]):
-            raise RequestError(f"{own} is {given[own]}, wanted {words}")
-    if not (math.isfinite(sampling.temperature) and sampling.temperature >= 0):
-        raise RequestError(f"temperature is {sampling.temperature}, wanted a finite number of at least 0")
+    fault = sampling.fault()
+    if fault:
+        raise RequestError(fault)
 
 
 def _check_gen_length(gen_length: int, limits: RequestLimits) -> None:

@@ -6,11 +6,13 @@ This module and wire_link.py are the only places that convert between the two.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from dbench.errors import OptionError, RequestError
 from dbench.progress import WorkerProgress
 from dbench.serve.proto import dbench_pb2 as pb
 from dbench.serve.sequence import SamplingParameters
+from dbench.unmasking_rules import RULE_PARAMETERS
 
 MAX_MESSAGE_BYTES = 16 * 1024 * 1024
 """Both ways, on every channel: a canvas of a million ids fits four times."""
@@ -155,25 +157,16 @@ def worker_progress(worker: WorkerStatus) -> WorkerProgress:
 
 
 def sampling_to_message(sampling: SamplingParameters) -> pb.SamplingParameters:
+    parameters: dict[str, Any] = {**sampling.parameters()}
     return pb.SamplingParameters(
-        temperature=sampling.temperature,
-        unmasking_strategy=sampling.unmasking_strategy,
-        confidence_threshold=sampling.confidence_threshold,
-        fixed_unmask_quota=sampling.fixed_unmask_quota,
+        temperature=sampling.temperature, unmasking_strategy=sampling.unmasking_strategy, **parameters
     )
 
 
 def sampling_from_message(message: pb.SamplingParameters) -> SamplingParameters:
     """Absent fields take the record's defaults."""
-    default = SamplingParameters()
-    return SamplingParameters(
-        unmasking_strategy=message.unmasking_strategy
-        if message.HasField("unmasking_strategy")
-        else default.unmasking_strategy,
-        temperature=message.temperature if message.HasField("temperature") else default.temperature,
-        confidence_threshold=message.confidence_threshold if message.HasField("confidence_threshold") else None,
-        fixed_unmask_quota=message.fixed_unmask_quota if message.HasField("fixed_unmask_quota") else None,
-    )
+    names = ("temperature", "unmasking_strategy", *RULE_PARAMETERS)
+    return SamplingParameters(**{name: getattr(message, name) for name in names if message.HasField(name)})
 
 
 def submission_to_message(submission: Submission) -> pb.GenerationRequest:

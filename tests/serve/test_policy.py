@@ -21,10 +21,8 @@ from dbench.serve.policy import (
     WorkerLoad,
     admit,
     choose,
-    min_unmasked_per_step,
 )
-from dbench.serve.sequence import SamplingParameters
-from tests.serve.engine_builders import make_task, quota
+from tests.serve.engine_builders import make_task
 
 PLENTY = Room(free_pages=10_000, page_size=16, free_slots=128)
 
@@ -202,14 +200,6 @@ def test_a_shifted_model_decodes_from_one_row_further_left() -> None:
     task = make_task(prompt=10, masks=12)
     assert SPANS["exact"]["refresh"](task, 1) == (0, 22)
     assert SPANS["exact"]["decode"](task, 1) == (9, 5)
-
-
-@pytest.mark.parametrize(
-    ("sampling", "count"),
-    [(quota(4), 4), (SamplingParameters("random"), 1), (SamplingParameters("conf_threshold"), 1)],
-)
-def test_the_host_counts_on_the_quota_and_else_on_one_position(sampling: SamplingParameters, count: int) -> None:
-    assert min_unmasked_per_step(sampling) == count
 
 
 def load(worker_id: int, tokens: int = 0) -> WorkerLoad:

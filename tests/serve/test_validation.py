@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
 from dbench.errors import RequestError
-from dbench.serve.sequence import STRATEGY_PARAMETER, SamplingParameters
-from dbench.serve.validation import PARAMETER_RANGES, RequestLimits, check_sampling, check_submission
+from dbench.serve.sequence import SamplingParameters
+from dbench.serve.validation import RequestLimits, check_submission
 from dbench.serve.wire import Submission
+from dbench.unmasking_rules import UNMASKING_RULES
 
 LIMITS = RequestLimits(
     block_length=4, max_gen_len=None, max_model_len=32, vocabulary_size=100, kv_max_pages=10, kv_page_size=4
@@ -78,7 +78,7 @@ def test_a_seed_beyond_int64_is_refused() -> None:
 def test_an_unknown_strategy_names_the_known_ones() -> None:
     line = refusal(Submission((1,), 4, SamplingParameters("conf_treshold")))
     assert "did you mean 'conf_threshold'" in line
-    assert all(name in line for name in STRATEGY_PARAMETER)
+    assert all(name in line for name in UNMASKING_RULES)
 
 
 @pytest.mark.parametrize("temperature", [-0.1, math.inf, math.nan])
@@ -86,32 +86,6 @@ def test_a_temperature_must_be_finite_and_not_negative(temperature: float) -> No
     assert "temperature is" in refusal(Submission((1,), 4, SamplingParameters(temperature=temperature)))
 
 
-def test_conf_threshold_alone_has_a_default() -> None:
-    check_sampling(SamplingParameters("conf_threshold"))
-    with pytest.raises(RequestError, match="conf_quota needs fixed_unmask_quota"):
-        check_sampling(SamplingParameters("conf_quota"))
-
-
-@pytest.mark.parametrize("strategy", STRATEGY_PARAMETER)
-def test_a_foreign_parameter_is_refused_by_name(strategy: str) -> None:
-    values: dict[str, Any] = {"confidence_threshold": 0.5, "fixed_unmask_quota": 2}
-    own = STRATEGY_PARAMETER[strategy]
-    for foreign in values.keys() - {own}:
-        given = {name: value for name, value in values.items() if name in (own, foreign)}
-        with pytest.raises(RequestError, match=f"{foreign} .* does not belong to {strategy}"):
-            check_sampling(SamplingParameters(strategy, **given))
-
-
-@pytest.mark.parametrize(
-    ("strategy", "value"),
-    [("conf_threshold", 0.0), ("conf_threshold", 1.01), ("conf_threshold", math.nan), ("conf_quota", 0)],
-)
-def test_a_parameter_out_of_range_is_refused(strategy: str, value: Any) -> None:
-    name = STRATEGY_PARAMETER[strategy]
-    assert name is not None
-    with pytest.raises(RequestError, match=f"{name} is .*, wanted"):
-        check_sampling(SamplingParameters(strategy, **{name: value}))
-
-
-def test_every_rule_parameter_has_a_range() -> None:
-    assert {name for name in STRATEGY_PARAMETER.values() if name} == PARAMETER_RANGES.keys()
+def test_a_faulty_rule_is_refused_with_its_fault() -> None:
+    line = refusal(Submission((1,), 4, SamplingParameters("conf_quota", fixed_unmask_quota=0)))
+    assert line == "fixed_unmask_quota is 0, wanted at least 1"

@@ -31,6 +31,9 @@ SAMPLING = st.builds(
     temperature=FLOATS,
     confidence_threshold=st.none() | FLOATS,
     fixed_unmask_quota=st.none() | INT64,
+    dynamic_unmask_factor=st.none() | FLOATS,
+    entropy_threshold=st.none() | FLOATS,
+    margin_threshold=st.none() | FLOATS,
 )
 SUBMISSIONS = st.builds(
     wire.Submission,

@@ -7,16 +7,22 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class SamplingParameters(_message.Message):
-    __slots__ = ("temperature", "unmasking_strategy", "confidence_threshold", "fixed_unmask_quota")
+    __slots__ = ("temperature", "unmasking_strategy", "confidence_threshold", "fixed_unmask_quota", "dynamic_unmask_factor", "entropy_threshold", "margin_threshold")
     TEMPERATURE_FIELD_NUMBER: _ClassVar[int]
     UNMASKING_STRATEGY_FIELD_NUMBER: _ClassVar[int]
     CONFIDENCE_THRESHOLD_FIELD_NUMBER: _ClassVar[int]
     FIXED_UNMASK_QUOTA_FIELD_NUMBER: _ClassVar[int]
+    DYNAMIC_UNMASK_FACTOR_FIELD_NUMBER: _ClassVar[int]
+    ENTROPY_THRESHOLD_FIELD_NUMBER: _ClassVar[int]
+    MARGIN_THRESHOLD_FIELD_NUMBER: _ClassVar[int]
     temperature: float
     unmasking_strategy: str
     confidence_threshold: float
     fixed_unmask_quota: int
-    def __init__(self, temperature: _Optional[float] = ..., unmasking_strategy: _Optional[str] = ..., confidence_threshold: _Optional[float] = ..., fixed_unmask_quota: _Optional[int] = ...) -> None: ...
+    dynamic_unmask_factor: float
+    entropy_threshold: float
+    margin_threshold: float
+    def __init__(self, temperature: _Optional[float] = ..., unmasking_strategy: _Optional[str] = ..., confidence_threshold: _Optional[float] = ..., fixed_unmask_quota: _Optional[int] = ..., dynamic_unmask_factor: _Optional[float] = ..., entropy_threshold: _Optional[float] = ..., margin_threshold: _Optional[float] = ...) -> None: ...
 
 class GenerationRequest(_message.Message):
     __slots__ = ("prompt_token_ids", "gen_length", "request_seed", "ignore_eos", "sampling_parameters")
