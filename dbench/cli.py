@@ -21,7 +21,7 @@ import typer
 from dbench import __version__
 from dbench.cli_options import Argument, Command, Invocation, PanelCommand, typer_function
 from dbench.config import commands_with, unknown_variables
-from dbench.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_USAGE, DbenchError
+from dbench.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_USAGE, DbenchError, RunError
 from dbench.values import nearest
 
 logger = logging.getLogger(__name__)
@@ -117,7 +117,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     before = signal.signal(signal.SIGTERM, _interrupt)
     try:
         code = _call(sys.argv[1:] if arguments is None else list(arguments))
-        sys.stdout.flush()
+        _flush_stdout()
     except DbenchError as error:
         return _fail(str(error), error.exit_code)
     except TYPER_USAGE_ERROR as error:
@@ -206,10 +206,25 @@ def _usage_line(error: Any) -> str:
 
 def _bug_line(error: Exception) -> str:
     logger.debug("internal error", exc_info=error)
-    with tempfile.NamedTemporaryFile("w", prefix=f"{PROGRAM}-", suffix=".traceback", delete=False) as file:
-        file.write("".join(traceback.format_exception(error)))
-    what = " ".join(str(error).split())
-    return f"internal error: {type(error).__name__}: {what} (a bug in {PROGRAM}; traceback in {file.name})"
+    text = "".join(traceback.format_exception(error))
+    try:
+        with tempfile.NamedTemporaryFile("w", prefix=f"{PROGRAM}-", suffix=".traceback", delete=False) as file:
+            file.write(text)
+        where = f"traceback in {file.name}"
+    except OSError:
+        where = "no place to write the traceback to; --log-level debug shows it"
+    return f"internal error: {type(error).__name__}: {' '.join(str(error).split())} (a bug in {PROGRAM}; {where})"
+
+
+def _flush_stdout() -> None:
+    """Raises BrokenPipeError, or RunError when standard output does not take the results."""
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        _silence_stdout()
+        raise RunError(f"standard output: the results cannot be written ({error.strerror})") from None
 
 
 def _silence_stdout() -> None:

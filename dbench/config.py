@@ -201,12 +201,12 @@ class YamlEntry:
 
 
 def read_yaml(path: Path) -> list[YamlEntry]:
-    """The top-level keys of a file with their line numbers; an empty file has none. Raises OptionError."""
+    """The top-level keys of a file with their line numbers; an empty file has none. Raises OptionError naming it."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
-        raise OptionError(f"--config: cannot read {path}: {reason}") from None
+        raise OptionError(f"{path}: cannot be read: {reason}") from None
     loader = yaml.SafeLoader(text)
     try:
         return _entries(path, loader)

@@ -12,6 +12,7 @@
     |   |-- ServerUnavailable nobody answers, or the server went away
     |   `-- QueueFullError    max_queued_requests reached (RESOURCE_EXHAUSTED)
     `-- RunError              exit code 1: a run or search without a valid result
+        `-- RunCutShort       a run that could not go on; its folder holds what was measured until then
 
 A message is one line: what, where, what came, what was wanted, what to do.
 """
@@ -20,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from difflib import get_close_matches
+from pathlib import Path
 
 EXIT_OK = 0
 EXIT_FAILED = 1
@@ -78,6 +80,14 @@ class QueueFullError(ServerError):
 
 class RunError(DbenchError):
     """A run or a search that gave no valid result."""
+
+
+class RunCutShort(RunError):
+    """A run that could not go on; `run_dir` holds what it measured until then."""
+
+    def __init__(self, message: str, run_dir: Path) -> None:
+        super().__init__(message)
+        self.run_dir = run_dir
 
 
 def unknown_name(kind: str, got: str, known: Iterable[str]) -> str:

@@ -7,8 +7,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import yaml
-
 from dbench.measure import curves
 from dbench.metrics import (
     REQUEST_METRICS,
@@ -31,6 +29,7 @@ from dbench.plots.run_figures import (
     utilization_figure,
 )
 from dbench.result_files import write_csv, write_json
+from dbench.run_folder import read_config
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -66,7 +65,7 @@ def write_report(run_dir: Path, *, with_batches: bool | None = None) -> RunSumma
     """Write or replace every file of the report, and return the summary in it.
 
     worker_batch_metrics.csv is written if `with_batches`, unset: if config.yaml says so.
-    Raises UsageError when the folder has no readable events.jsonl.
+    Raises UsageError when the folder has no readable events.jsonl, RunError when a file cannot be written.
     """
     data = load_run(run_dir)
     config = read_config(run_dir)
@@ -88,15 +87,6 @@ def write_report(run_dir: Path, *, with_batches: bool | None = None) -> RunSumma
     for figure in _figures(data):
         save_figure(figure.table, figure.stem, Title(figure.text, run), figure.draw)
     return summary
-
-
-def read_config(run_dir: Path) -> Mapping[str, Any]:
-    """Option name -> value of the run's own config.yaml; empty without one."""
-    path = run_dir / "config.yaml"
-    if not path.is_file():
-        return {}
-    config = yaml.safe_load(path.read_text(encoding="utf-8"))
-    return config if isinstance(config, dict) else {}
 
 
 def run_title(data: RunData, config: Mapping[str, Any]) -> str:

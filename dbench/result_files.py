@@ -8,10 +8,11 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dbench.errors import RunError, one_line
 from dbench.events import SCHEMA_VERSION
 from dbench.json_values import strict
 
@@ -24,14 +25,21 @@ SCHEMA_COLUMN = "schema_version"
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """A path beside `path` to write to; takes its place when the block ends, and is removed if it raises."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    """A path beside `path` to write to; takes its place when the block ends, and is removed if it raises.
+
+    Raises RunError when the system does not let it be written.
+    """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         yield temporary
         temporary.replace(path)
+    except OSError as error:
+        reason = error.strerror or one_line(error)
+        raise RunError(f"{path}: cannot be written ({reason}); look at its folder's rights and free space") from None
     finally:
-        temporary.unlink(missing_ok=True)
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
 
 
 def write_text(path: Path, text: str) -> None:

@@ -109,7 +109,7 @@ def test_help_imports_nothing_heavy(arguments: list[str]) -> None:
         (["run", "now"], "Got unexpected extra argument(s) (now)"),
         (["report"], "Missing argument 'DIRECTORY'"),
         (["run", "--qps", "fast"], "--qps: got 'fast', wanted a number above 0"),
-        (["run", "--config", "/no/such/file.yaml"], "--config: cannot read /no/such/file.yaml: No such file"),
+        (["run", "--config", "/no/such/file.yaml"], "/no/such/file.yaml: cannot be read: No such file"),
         (["run", "--trace", "nope"], "unknown trace 'nope'"),
         (["run", "--model", "/no/such/model"], "/no/such/model"),
         (["run", "--gpus", "cuda:0"], "--gpus: got 'cuda:0', wanted 'cpu'"),

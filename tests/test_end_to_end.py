@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import csv
 import json
+import math
 import os
 import signal
 import subprocess
@@ -13,25 +15,37 @@ import time
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
+import numpy as np
 import psutil
 import pytest
 import yaml
 
 from dbench.events import RequestDone, RequestSent, WorkerUp, read_events
+from dbench.load.schedule import Stream
+from dbench.load.traces import open_trace
+from dbench.serve.client import Client
 from tests.serve.process_builders import is_gone
 
 COMMAND = (sys.executable, "-m", "dbench")
+LIMITED = (
+    "import resource, runpy, sys; limit = int(sys.argv.pop(1)); resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit));"
+    "runpy.run_module('dbench', run_name='__main__')"
+)
 PATIENCE_S = 120
 SMALL_SERVER = ("--max-model-len", "512", "--log-level", "warning")
 SMALL_LOAD = ("--trace", "arxiv", "--length-scale", "0.02", "--num-warmup-requests", "1", "--qps", "8")
+LENGTHS_OF_SEED_42 = np.random.SeedSequence(42, spawn_key=(Stream.LENGTHS,))
 ENVIRONMENT = {name: value for name, value in os.environ.items() if not name.startswith("DBENCH_")}
 
 
-def dbench(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+def dbench(folder: Path, *arguments: str, largest_file: int | None = None) -> subprocess.CompletedProcess[str]:
+    """Run a command to its end; with `largest_file`, files of more bytes are refused as on a full disk."""
+    command = COMMAND if largest_file is None else (sys.executable, "-c", LIMITED, str(largest_file))
     return subprocess.run(
-        (*COMMAND, *arguments), cwd=folder, env=ENVIRONMENT, capture_output=True, text=True, timeout=PATIENCE_S
+        (*command, *arguments), cwd=folder, env=ENVIRONMENT, capture_output=True, text=True, timeout=PATIENCE_S
     )
 
 
@@ -60,6 +74,16 @@ def server_processes(process: psutil.Process) -> list[psutil.Process]:
             if "dbench.serve.server" in child.cmdline():
                 found.append(child)
     return found
+
+
+def pages_used(address: str) -> int:
+    """KV pages that the workers of a server hold."""
+
+    async def ask() -> int:
+        async with Client(address) as client:
+            return sum(worker.pages_used for worker in (await client.status()).workers)
+
+    return asyncio.run(ask())
 
 
 @dataclass(frozen=True)
@@ -162,6 +186,41 @@ def test_attached_run_leaves_a_whole_report_that_can_be_made_again(server: Serve
     again = dbench(server.folder, "report", str(run_dir), "--json")
     assert {**json.loads(again.stdout), "run_dir": ""} == {**summary, "run_dir": ""}
     assert (run_dir / "request_metrics.csv").is_file()
+
+
+def test_every_request_of_a_trace_completes_with_its_rounded_length_and_its_time_adds_up(server: Server) -> None:
+    load = ("--trace", "arxiv", "--length-scale", "0.05", "--gen-scale", "0.25", "--qps", "4", "--num-requests", "16")
+    done = dbench(server.folder, "run", "--server", server.address, *load, "--json")
+    summary = json.loads(done.stdout)
+    assert (summary["num_successful"], summary["num_failed"], summary["workers_used"]) == (16, 0, [0, 1])
+    assert summary["unaccounted_share_p50"] < 0.05
+    with (server.folder / summary["run_dir"] / "request_metrics.csv").open(newline="") as file:
+        rows = sorted(csv.DictReader(file), key=lambda row: int(row["index"]))
+    drawn = islice(open_trace("arxiv").pairs(np.random.default_rng(LENGTHS_OF_SEED_42), shuffle=True), 16)
+    lengths = [32 * math.ceil(round(0.25 * pair.gen_len) / 32) for pair in drawn]
+    assert [int(row["request_num_gen_tokens"]) for row in rows] == lengths
+    assert summary["total_gen_tokens"] == sum(lengths)
+    while pages_used(server.address):  # cancelled requests that came after the measured ones give theirs back too
+        time.sleep(0.02)
+
+
+def test_run_in_which_nothing_completes_exits_1_with_its_report(server: Server) -> None:
+    arguments = ("--prompt-tokens", "500", "--gen-tokens", "32", "--max-total-tokens", "512", "--num-requests", "1")
+    late = ("--benchmark-timeout", "0.000001", "--num-warmup-requests", "0")
+    done = dbench(server.folder, "run", "--server", server.address, *arguments, *late, "--json")
+    assert done.returncode == 1
+    assert json.loads(done.stdout)["num_successful"] == 0
+
+
+def test_full_disk_ends_a_run_with_its_summary_and_one_line(server: Server) -> None:
+    arguments = ("run", "--server", server.address, *SMALL_LOAD, "--num-requests", "40", "--no-dashboard")
+    done = dbench(server.folder, *arguments, largest_file=6_000)
+    assert done.returncode == 1
+    assert done.stdout.startswith("run         killed\nrequests ")
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith("dbench: error: ")
+    assert "events.jsonl: no further event can be written (File too large)" in last
+    assert "internal error" not in done.stderr
 
 
 def test_configuration_of_an_attached_run_can_be_run_again(server: Server) -> None:

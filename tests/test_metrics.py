@@ -352,6 +352,12 @@ def test_a_folder_of_the_server_alone_counts_from_arrival_to_final_status() -> N
     assert request_table(run).iloc[0]["request_time_to_first_block"] == pytest.approx(0.5)
 
 
+def test_a_run_that_sent_nothing_does_not_count_the_requests_of_others() -> None:
+    run = run_of(drawn(), arrived("a", 0.0), finished("a", 0.5), ended(0.6, "timeout"))
+    summary = summarize(run)
+    assert (summary.seen_from, summary.num_successful, summary.num_sent) == ("client", 0, 0)
+
+
 def test_a_folder_without_events_is_refused_in_one_line(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"no events\.jsonl here"):
         load_run(tmp_path)
@@ -368,4 +374,23 @@ def test_events_of_another_schema_are_refused(tmp_path: Path) -> None:
     text = (folder / "events.jsonl").read_text()
     (folder / "events.jsonl").write_text(text.replace('"schema_version":1', '"schema_version":7'))
     with pytest.raises(UsageError, match="events of schema 7"):
+        load_run(folder)
+
+
+@pytest.mark.parametrize(
+    "tail", ['{"kind":"not_known_yet","at_s":1}\n' * 2, '{"kind":"run_ended","reason":1,"new":2}\n' * 2]
+)
+def test_events_of_another_schema_are_refused_as_such_whatever_else_is_new_in_them(tmp_path: Path, tail: str) -> None:
+    folder = write_run(tmp_path, [started(1)], tail=tail)
+    text = (folder / "events.jsonl").read_text()
+    (folder / "events.jsonl").write_text(text.replace('"schema_version":1', '"schema_version":7,"new":2'))
+    with pytest.raises(UsageError, match="events of schema 7"):
+        load_run(folder)
+
+
+def test_a_time_that_is_no_number_is_damage_and_no_bug(tmp_path: Path) -> None:
+    folder = write_run(
+        tmp_path, [started(1)], tail='{"kind":"run_ended","at_s":"x","source":"client","reason":"complete"}\n'
+    )
+    with pytest.raises(UsageError, match="at_s is no number"):
         load_run(folder)

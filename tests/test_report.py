@@ -9,7 +9,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from dbench.errors import UsageError
+from dbench.errors import RunError, UsageError
 from dbench.events import Event
 from dbench.report import run_title, write_report
 from tests.event_builders import (
@@ -163,6 +163,32 @@ def test_a_killed_run_gets_tables_for_what_exists(tmp_path: Path) -> None:
 def test_a_run_without_requests_still_has_a_report(tmp_path: Path, events: list[Event]) -> None:
     folder = write_run(tmp_path, events)
     assert write_report(folder).num_successful == 0
+    assert names(folder) >= TABLES
+
+
+def test_a_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    folder = write_run(tmp_path, RUN)
+    (folder / "request_plots").touch()
+    with pytest.raises(RunError, match=r"request_plots/latency_cdf.csv: cannot be written \(File exists\)"):
+        write_report(folder)
+
+
+@pytest.mark.parametrize(
+    ("config", "line"),
+    [
+        (b"model: [embedded\n", "config.yaml line 2: not valid YAML"),
+        (b"- model\n", "config.yaml: got a list"),
+        (b"\xff\xfe", "config.yaml: cannot be read: not UTF-8 text"),
+    ],
+)
+def test_a_broken_configuration_costs_the_report_a_warning(
+    tmp_path: Path, config: bytes, line: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = write_run(tmp_path, RUN)
+    (folder / "config.yaml").write_bytes(config)
+    assert write_report(folder).num_successful == 1
+    (warning,) = caplog.messages
+    assert line in warning
     assert names(folder) >= TABLES
 
 

@@ -6,9 +6,8 @@ from pathlib import Path
 
 from dbench.cli_options import Invocation
 from dbench.commands.common import open_view
-from dbench.commands.summary import print_summary
+from dbench.commands.summary import report_run
 from dbench.errors import EXIT_OK
-from dbench.report import write_report
 
 
 def report_command(invocation: Invocation) -> int:
@@ -16,6 +15,5 @@ def report_command(invocation: Invocation) -> int:
     open_view(invocation.resolve())
     directory = invocation.arguments["directory"]
     assert directory is not None
-    folder = Path(directory)
-    print_summary(write_report(folder), folder, as_json=invocation.json)
+    report_run(Path(directory), as_json=invocation.json)
     return EXIT_OK

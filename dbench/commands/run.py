@@ -5,15 +5,15 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from pathlib import Path
 
+from dbench import __version__
 from dbench.cli_options import Invocation
 from dbench.commands.common import new_folder, open_view
-from dbench.commands.summary import print_summary
+from dbench.commands.summary import report_run
 from dbench.config import AUTO_PREFIX, ENVIRONMENT_PREFIX, FLAG, Resolved, option_table
-from dbench.environment import describe_environment
-from dbench.errors import EXIT_FAILED, EXIT_OK, OptionError
+from dbench.errors import EXIT_FAILED, EXIT_OK, OptionError, RunCutShort, RunError, ServerError
 from dbench.load.driver import RunResult, run_load
 from dbench.load.lengths import length_source
 from dbench.load.stop import run_cancellable
@@ -21,18 +21,15 @@ from dbench.load.target import GrpcTarget, TargetInfo
 from dbench.measure.summary import RunSummary
 from dbench.options import EngineOptions, LoadOptions, SamplingOptions, ServiceOptions, TerminalOptions, options_of
 from dbench.progress import RunProgress
-from dbench.report import write_report
 from dbench.resolve import check_sampling, resolve_serve
-from dbench.result_files import write_json, write_text
+from dbench.result_files import write_json
+from dbench.run_folder import SERVER_LOG_FILE, write_origin
 from dbench.serve.launch import ServerProcess
 
 logger = logging.getLogger(__name__)
 
-CONFIG_FILE = "config.yaml"
-ENVIRONMENT_FILE = "environment.json"
 SERVER_CONFIG_FILE = "server_config.json"
 SERVER_ENVIRONMENT_FILE = "server_environment.json"
-SERVER_LOG_FILE = "server.log"
 
 DEFAULT_NAME = "run"
 CLIENT_SECTIONS = (LoadOptions, SamplingOptions, TerminalOptions)
@@ -49,16 +46,16 @@ def run_command(invocation: Invocation) -> int:
     length_source(load)
     if load.server is not None:
         refuse_server_options(resolved)
-        with view:
-            result = _run(load.server, resolved, None, view.update)
     else:
         resolved = with_own_server(resolved)
-        folder = new_run_folder(resolved)
+    try:
         with view:
-            result = _run_own_server(resolved, folder, view.update)
-    summary = write_report(result.run_dir)
-    print_summary(summary, result.run_dir, as_json=invocation.json)
-    return exit_code(result, summary)
+            result = _run_attached(resolved, view.update) if load.server else _run_own_server(resolved, view.update)
+    except RunCutShort as error:
+        with suppress(RunError):  # the report may well meet the same full disk; the first error says it all
+            report_run(error.run_dir, as_json=invocation.json)
+        raise
+    return exit_code(result, report_run(result.run_dir, as_json=invocation.json))
 
 
 def exit_code(result: RunResult, summary: RunSummary) -> int:
@@ -72,8 +69,7 @@ def new_run_folder(resolved: Resolved) -> Path:
     """A new folder that holds what the run will be: its configuration and this machine."""
     load = resolved.section(LoadOptions)
     folder = new_folder(load.output_dir, load.name or DEFAULT_NAME, place=resolved.place("name"))
-    write_text(folder / CONFIG_FILE, config_text(resolved))
-    write_json(folder / ENVIRONMENT_FILE, describe_environment())
+    write_origin(folder, config_text(resolved))
     return folder
 
 
@@ -114,7 +110,14 @@ def with_own_server(resolved: Resolved) -> Resolved:
     )
 
 
-def _run_own_server(resolved: Resolved, folder: Path, on_progress: Callable[[RunProgress], None]) -> RunResult:
+def _run_attached(resolved: Resolved, on_progress: Callable[[RunProgress], None]) -> RunResult:
+    address = resolved.section(LoadOptions).server
+    assert address is not None, "there is a server to attach to"
+    return _run(address, resolved, None, on_progress)
+
+
+def _run_own_server(resolved: Resolved, on_progress: Callable[[RunProgress], None]) -> RunResult:
+    folder = new_run_folder(resolved)
     engine, service = resolved.section(EngineOptions), resolved.section(ServiceOptions)
     with ServerProcess(engine, service, log_path=folder / SERVER_LOG_FILE, config_json=resolved.to_json()) as server:
         return _run(server.address, resolved, folder, on_progress)
@@ -140,7 +143,14 @@ def _run(
 
 def _attached_folder(resolved: Resolved, server: TargetInfo) -> Path:
     """A run's folder with what the server says of itself."""
+    try:
+        config, environment = json.loads(server.resolved_config_json), json.loads(server.environment_json)
+    except ValueError:
+        raise ServerError(
+            f"the server (dbench {server.version}) describes its options in a way that this dbench {__version__} "
+            "cannot read; use one version on both sides"
+        ) from None
     folder = new_run_folder(resolved)
-    write_json(folder / SERVER_CONFIG_FILE, json.loads(server.resolved_config_json))
-    write_json(folder / SERVER_ENVIRONMENT_FILE, json.loads(server.environment_json))
+    write_json(folder / SERVER_CONFIG_FILE, config)
+    write_json(folder / SERVER_ENVIRONMENT_FILE, environment)
     return folder

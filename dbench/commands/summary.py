@@ -7,7 +7,9 @@ from dataclasses import asdict
 from pathlib import Path
 
 from dbench.commands.common import print_json
-from dbench.measure.summary import Distribution, RunSummary
+from dbench.errors import RunError
+from dbench.metrics import Distribution, RunSummary, load_run, summarize
+from dbench.report import write_report
 
 
 def print_summary(summary: RunSummary, folder: Path, *, as_json: bool) -> None:
@@ -16,6 +18,17 @@ def print_summary(summary: RunSummary, folder: Path, *, as_json: bool) -> None:
         print_json({"run_dir": str(folder), **asdict(summary)})
         return
     print("\n".join(summary_lines(summary, folder)))
+
+
+def report_run(folder: Path, *, as_json: bool) -> RunSummary:
+    """Write the run's tables and figures and print its summary, which is printed also where they cannot be written."""
+    try:
+        summary = write_report(folder)
+    except RunError:
+        print_summary(summarize(load_run(folder)), folder, as_json=as_json)
+        raise
+    print_summary(summary, folder, as_json=as_json)
+    return summary
 
 
 def summary_lines(summary: RunSummary, folder: Path) -> list[str]:

@@ -70,7 +70,8 @@ async def run_load(
     Cancelled once after the requests are drawn, the run ends as "interrupted": what is in flight is
     cancelled and written down, the events are fetched, and a result is returned; a second cancellation
     ends it there and then. Raises UsageError for options that do not fit the target, ServerUnavailable if
-    the target cannot be reached at the start, RunError if `run_dir` holds a run already.
+    the target cannot be reached at the start, RunError if `run_dir` holds a run already, RunCutShort if events
+    can no longer be written there.
     """
     info = await target.info()
     schedule = draw_schedule(load, sampling, info)
@@ -102,6 +103,7 @@ class _Run:
         self._tally = tally
         self._ending: asyncio.Future[Ending] = asyncio.get_running_loop().create_future()
         self._deadline_s = math.inf
+        self._has_begun = False
 
     async def run(self, on_progress: Callable[[RunProgress], None] | None, rule: StopRule | None) -> Ending:
         """From the first warm-up request to the last line of the log."""
@@ -170,6 +172,7 @@ class _Run:
 
     def _begin(self) -> float:
         """Start the clock; returns t = 0."""
+        self._has_begun = True
         start_s = time.monotonic() + START_DELAY_S
         last_s = start_s + self._schedule.measured[-1].offset_s
         is_open_loop = self._load.concurrency is None
@@ -251,8 +254,8 @@ class _Run:
 
     async def _export(self, ending: Ending) -> Ending:
         """Append the target's events; a run that is complete without them has lost its server."""
-        if ending.reason == "server_lost":
-            return ending
+        if ending.reason == "server_lost" or not self._has_begun:
+            return ending  # before the clock starts, the target holds events of others' requests
         try:
             async with asyncio.timeout(EXPORT_PATIENCE_S) as patience:
                 async for event in self._target.export_events():

@@ -8,11 +8,11 @@ from __future__ import annotations
 import time
 from collections import deque
 from dataclasses import dataclass, field
+from io import FileIO
 from pathlib import Path
 from types import TracebackType
-from typing import TextIO
 
-from dbench.errors import RunError
+from dbench.errors import RunCutShort, RunError, one_line
 from dbench.events import EVENTS_FILE, Event, event_to_json
 from dbench.progress import RunPhase, RunProgress, WorkerProgress
 from dbench.quantiles import quantile, quantiles
@@ -22,17 +22,21 @@ LIVE_QUANTILES = (0.50, 0.90, 0.99)
 
 
 class EventWriter:
-    """events.jsonl of a run directory: a line is in the file when write() returns."""
+    """events.jsonl of a run directory: a line is in the file when write() returns.
+
+    A line that could only be written in part stays the last one: readers pass over a torn last line.
+    """
 
     def __init__(self, run_dir: Path) -> None:
         self._path = run_dir / EVENTS_FILE
-        self._file: TextIO | None = None
+        self._file: FileIO | None = None
+        self._failure = ""
 
     def __enter__(self) -> EventWriter:
         """Create the directory and the file. Raises RunError if the directory holds a run already."""
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = self._path.open("x", buffering=1, encoding="utf-8")
+            self._file = self._path.open("xb", buffering=0)
         except FileExistsError:
             raise RunError(f"{self._path}: the directory already holds a run; give another one") from None
         except OSError as error:
@@ -47,9 +51,20 @@ class EventWriter:
             self._file = None
 
     def write(self, event: Event) -> None:
-        """Append one event."""
+        """Append one event. Raises RunCutShort, from then on always, if the system does not take it."""
         assert self._file is not None, "the log is not open"
-        self._file.write(event_to_json(event) + "\n")
+        left = f"{event_to_json(event)}\n".encode()
+        try:
+            while left and not self._failure:
+                left = left[self._file.write(left) :]
+        except OSError as error:
+            self._failure = error.strerror or one_line(error)
+        if self._failure:
+            raise RunCutShort(
+                f"{self._path}: no further event can be written ({self._failure}), so the run ends here; the file "
+                f"holds what it measured: make room, then `dbench report {self._path.parent}` for tables and plots",
+                self._path.parent,
+            )
 
 
 @dataclass(slots=True)

@@ -12,6 +12,8 @@ below, then one column per entry of REQUEST_METRICS. Moments are seconds of the 
 
 from __future__ import annotations
 
+import json
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -87,20 +89,44 @@ def load_run(run_dir: Path) -> RunData:
     try:
         with path.open(encoding="utf-8") as lines:
             log = EventLog(read_events(lines))
-    except ValueError as error:
-        raise UsageError(f"{path}: {error}; the file was changed, or another version of dbench wrote it") from None
-    started = log.last(RunStarted)
-    if started and started.schema_version != SCHEMA_VERSION:
+    except OSError as error:
+        raise UsageError(f"{path}: cannot be read ({error.strerror})") from None
+    except TypeError:  # the only values that are compared while reading
         raise UsageError(
-            f"{path}: events of schema {started.schema_version}, and this dbench {__version__} reads "
+            f"{path}: an event whose at_s is no number; the file was changed after it was written"
+        ) from None
+    except ValueError as error:
+        _check_schema(path, _written_schema(path))
+        raise UsageError(f"{path}: {error}; the file was changed after it was written") from None
+    started = log.last(RunStarted)
+    if started:
+        _check_schema(path, started.schema_version)
+    return run_data(run_dir, log)
+
+
+def _check_schema(path: Path, written: object) -> None:
+    if written != SCHEMA_VERSION:
+        raise UsageError(
+            f"{path}: events of schema {written!r}, and this dbench {__version__} reads "
             f"schema {SCHEMA_VERSION}; use the version that wrote them"
         )
-    return run_data(run_dir, log)
+
+
+def _written_schema(path: Path) -> object:
+    """What the file says of itself, however odd the other lines are; this version where it says nothing."""
+    with path.open(encoding="utf-8", errors="replace") as lines:
+        for line in lines:
+            if f'"{RunStarted.kind}"' in line:
+                with suppress(ValueError):
+                    record = json.loads(line)
+                    return record.get("schema_version") if isinstance(record, dict) else SCHEMA_VERSION
+    return SCHEMA_VERSION
 
 
 def run_data(run_dir: Path, log: EventLog) -> RunData:
     """Sort the events into frames."""
-    seen_from = "client" if log.of(RequestSent) or not log.of(RequestArrived) else "server"
+    is_of_a_client = any(map(log.of, (LoadDrawn, RequestSent))) or not log.of(RequestArrived)
+    seen_from = "client" if is_of_a_client else "server"
     requests = _client_requests(log) if seen_from == "client" else _server_requests(log)
     requests = requests.sort_values(["intended_s", "index"], kind="stable").reset_index(drop=True)
     started = log.last(RunStarted)

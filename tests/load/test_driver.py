@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dbench.errors import RunError, ServerUnavailable
+from dbench.errors import RunCutShort, RunError, ServerUnavailable
 from dbench.events import (
     Event,
     LoadDrawn,
@@ -29,6 +29,7 @@ from dbench.load.stop import DoneFact, SentFact
 from dbench.load.target import LoadRequest, Outcome, TargetInfo
 from dbench.options import SamplingOptions
 from dbench.progress import RunPhase, RunProgress
+from tests.limits import largest_file
 from tests.load.builders import events_of, indices, run, small_load
 
 FOREVER_S = 60.0
@@ -56,6 +57,24 @@ def test_every_measured_request_is_sent_once_and_completes(tmp_path: Path) -> No
     assert all(done[event.request_id].status == "COMPLETED" for event in sent)
     assert all(done[event.request_id].num_gen_tokens == 32 for event in sent)
     assert all(len(done[event.request_id].token_ids_sha256) == 64 for event in sent)
+
+
+def test_full_disk_ends_the_run_with_one_error_and_what_was_measured(tmp_path: Path) -> None:
+    target = InProcessTarget(Script(service_time=slow(7)))
+    with largest_file(3000), pytest.raises(RunCutShort, match="no further event can be written") as caught:
+        run(target, small_load(), tmp_path)
+    assert caught.value.run_dir == tmp_path
+    kept = events_of(tmp_path)
+    assert isinstance(kept[0], LoadDrawn)
+    assert any(isinstance(event, RequestDone) for event in kept)
+    assert not any(isinstance(event, RunEnded) for event in kept)
+
+
+def test_run_that_ends_in_its_warm_up_keeps_no_events_of_others(tmp_path: Path) -> None:
+    target = InProcessTarget(Script(service_time=lambda request: FOREVER_S))
+    ran = run(target, small_load(num_warmup_requests=1, benchmark_timeout=0.01), tmp_path)
+    assert ran.result.reason == "timeout"
+    assert ran.of(RequestArrived) == []
 
 
 def test_the_log_begins_with_the_draw_and_ends_with_the_reason(tmp_path: Path) -> None:

@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from dbench.errors import RunError
+from dbench.errors import RunCutShort, RunError
 from dbench.events import RunEnded
 from dbench.load.record import EventWriter, Tally
 from dbench.progress import RunPhase
+from tests.limits import largest_file
 from tests.load.builders import events_of
 
 
@@ -28,6 +29,19 @@ def test_a_place_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(RunError, match="cannot be written"):
         EventWriter(tmp_path / "file" / "run").__enter__()
+
+
+def test_event_that_does_not_fit_ends_the_log_and_leaves_it_readable(tmp_path: Path) -> None:
+    event = RunEnded(1.0, "client", "complete", "x" * 300)
+    with EventWriter(tmp_path) as log:
+        with largest_file(1000):
+            log.write(event)
+            log.write(event)
+            with pytest.raises(RunCutShort, match=rf"^{tmp_path}/events.jsonl: no further event can be written \(File"):
+                log.write(event)
+        with pytest.raises(RunCutShort, match="dbench report"):  # a later line would stand behind a torn one
+            log.write(RunEnded(2.0, "client", "complete"))
+    assert events_of(tmp_path) == (event, event)
 
 
 def test_live_percentiles_are_over_completed_requests() -> None:
