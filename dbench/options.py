@@ -120,6 +120,13 @@ class EngineOptions:
     max_block_retries: int = option(
         2, "Times a block is restarted after its worker was lost or its batch failed.", panel="Scheduling", minimum=0
     )
+    cache_mode: str = option(
+        "exact",
+        "exact: K and V of the other positions stay as a block's refresh left them; none: full recomputation in every "
+        "step, for measuring what the cache costs in quality.",
+        panel="Scheduling",
+        choices=("exact", "none"),
+    )
     enable_overlap: bool = option(
         True, "Plan and launch the next batch while the last one runs.", panel="Scheduling", tunable=True
     )

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from dbench.serve.attention import AttentionLayout, SequenceLayout
-from dbench.serve.runner import Phase, Span
+from dbench.serve.runner import Span
 from dbench.serve.sequence import BlockTask
 
 
@@ -147,7 +147,7 @@ def pack(table: SlotTable, spans: Sequence[Span], logit_shift: int) -> PackedBat
     """Lay out spans of running blocks; waits for the device, which knows what is still masked.
 
     With a logit shift the prediction for position i is read at row i - shift (position 0 keeps its own row), so a
-    decode span starts that much left of its block; those rows are queries only and their K and V stay as they are.
+    decode span starts that much left of its block; those rows are queries only (`Span.written_from`).
     """
     device, page_size = table.sizes.device, table.sizes.page_size
     num_rows_B = np.array([span.num_rows for span in spans])
@@ -161,7 +161,8 @@ def pack(table: SlotTable, spans: Sequence[Span], logit_shift: int) -> PackedBat
     slot_T = slots_B[torch.from_numpy(span_T).to(device)]
     kv_slots_T = table.pages_SN[slot_T, place_T // page_size] * page_size + place_T % page_size
     if logit_shift:
-        written_from_B = np.array([_written_from(table, span) for span in spans])
+        assert all(span.start == 0 or span.written_from > span.start for span in spans), "a span writes a query's K, V"
+        written_from_B = np.array([span.written_from for span in spans])
         kv_slots_T[torch.from_numpy(positions_T < written_from_B[span_T]).to(device)] = -1
 
     masked_BL = table.masked_SL[slots_B]
@@ -183,7 +184,3 @@ def pack(table: SlotTable, spans: Sequence[Span], logit_shift: int) -> PackedBat
         offset_R=offset_R,
         position_R=position_R,
     )
-
-
-def _written_from(table: SlotTable, span: Span) -> int:
-    return table.task(span.slot).block_start if span.phase is Phase.DECODE else 0

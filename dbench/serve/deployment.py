@@ -50,6 +50,7 @@ class Deployment:
             queue_policy=self.options.prefill_queue_policy,
             overlap=self.options.enable_overlap,
             eos_token_ids=self.model.eos_token_ids,
+            cache_mode=self.options.cache_mode,
             logit_shift=FAMILIES[self.model.family].logit_shift,
         )
 

@@ -281,7 +281,7 @@ class Engine:
 
     def _span(self, slot: int, phase: Phase, task: BlockTask) -> Span:
         rows = self._span_rules[phase](task, self._limits.logit_shift)
-        return Span(slot, phase, rows.start, rows.num_rows)
+        return Span(slot, phase, rows.start, rows.num_rows, rows.written_from)
 
     def _admitted_by(self, plan: Plan) -> list[Sequence]:
         return [self._running[self._running_slots[queued.task.key]] for queued in plan.admitted]

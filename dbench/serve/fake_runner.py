@@ -216,14 +216,17 @@ def _is_cut(held: _Slot) -> bool:
 
 
 def _check_rows(span: Span, task: BlockTask, step: int) -> None:
-    """A block's first step is its refresh over the canvas, the others end where the block ends."""
+    """A block's first step is its refresh over the canvas; the others are over the canvas or the block."""
+    is_canvas = (span.start, span.num_rows, span.written_from) == (0, task.canvas_length, 0)
     if step == 0:
         assert span.phase is Phase.REFRESH, f"{task.key} starts without a refresh"
-        assert (span.start, span.num_rows) == (0, task.canvas_length), f"{span} is not the canvas of {task.key}"
-    else:
-        assert span.phase is Phase.DECODE, f"{task.key} is refreshed again"
+        assert is_canvas, f"{span} is not the canvas of {task.key}"
+        return
+    assert span.phase is Phase.DECODE, f"{task.key} is refreshed again"
+    if not is_canvas:
         assert span.start + span.num_rows == task.block_end, f"{span} does not end with the block of {task.key}"
         assert task.block_start - span.start in (0, 1), f"{span} does not start at the block of {task.key}"
+        assert span.written_from == task.block_start, f"{span} writes outside of the block of {task.key}"
 
 
 def _mix(seed: int, place: int, tag: int) -> int:

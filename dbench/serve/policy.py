@@ -151,10 +151,11 @@ def _deficit_after(budget: TokenBudget, admitted_tokens: int, stopped_by: Stop) 
 
 
 class Rows(NamedTuple):
-    """Consecutive canvas positions."""
+    """Consecutive canvas positions, and the first of them whose K and V are written."""
 
     start: int
     num_rows: int
+    written_from: int
 
 
 SpanRule = Callable[[BlockTask, int], Rows]
@@ -162,16 +163,20 @@ SpanRule = Callable[[BlockTask, int], Rows]
 
 def whole_canvas(task: BlockTask, logit_shift: int) -> Rows:
     """Every position, whatever the shift."""
-    return Rows(0, task.canvas_length)
+    return Rows(0, task.canvas_length, 0)
 
 
 def active_block(task: BlockTask, logit_shift: int) -> Rows:
-    """The block, and the `logit_shift` rows left of it from which its first positions are predicted."""
-    return Rows(task.block_start - logit_shift, task.block_length + logit_shift)
+    """The block, and the `logit_shift` rows left of it from which its first positions are predicted.
+
+    Those keep the K and V of the refresh.
+    """
+    return Rows(task.block_start - logit_shift, task.block_length + logit_shift, task.block_start)
 
 
 SPANS: dict[str, dict[str, SpanRule]] = {
     "exact": {"refresh": whole_canvas, "decode": active_block},
+    "none": {"refresh": whole_canvas, "decode": whole_canvas},
 }
 """Cache mode -> phase -> rows of a block's step, from the task and the model's logit shift (LLaDA 0)."""
 

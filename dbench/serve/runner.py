@@ -29,6 +29,8 @@ class Span:
     start: int
     """First canvas position computed."""
     num_rows: int
+    written_from: int = 0
+    """First canvas position whose K and V are written; rows before it are queries only."""
 
 
 @dataclass(frozen=True, slots=True)

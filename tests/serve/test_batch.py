@@ -56,7 +56,7 @@ def test_only_masked_rows_of_the_block_need_logits() -> None:
 def test_a_shifted_model_reads_its_predictions_one_row_left() -> None:
     table = table_of(Job([7, 8], 4), Job([9], 4))
     land(table, 0, {0: 11, 2: 12})
-    batch = pack(table, [Span(0, Phase.DECODE, 1, 5), Span(1, Phase.REFRESH, 0, 5)], 1)
+    batch = pack(table, [Span(0, Phase.DECODE, 1, 5, written_from=2), Span(1, Phase.REFRESH, 0, 5)], 1)
     assert batch.positions_T.tolist() == [1, 2, 3, 4, 5, *range(5)]
     assert batch.kv_slots_T.tolist()[:5] == [-1, 10, 11, 4, 5]
     assert batch.kv_slots_T.tolist()[5:] == [48, 49, 50, 51, 44]

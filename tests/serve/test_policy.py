@@ -192,14 +192,21 @@ def test_fewest_remaining_blocks_goes_before_arrival() -> None:
 
 def test_a_refresh_computes_the_canvas_and_a_decode_step_the_block() -> None:
     task = make_task(prompt=10, masks=12)
-    assert SPANS["exact"]["refresh"](task, 0) == (0, 22)
-    assert SPANS["exact"]["decode"](task, 0) == (10, 4)
+    assert SPANS["exact"]["refresh"](task, 0) == (0, 22, 0)
+    assert SPANS["exact"]["decode"](task, 0) == (10, 4, 10)
 
 
-def test_a_shifted_model_decodes_from_one_row_further_left() -> None:
+def test_a_shifted_model_decodes_from_one_row_further_left_and_leaves_that_row_as_it_was() -> None:
     task = make_task(prompt=10, masks=12)
-    assert SPANS["exact"]["refresh"](task, 1) == (0, 22)
-    assert SPANS["exact"]["decode"](task, 1) == (9, 5)
+    assert SPANS["exact"]["refresh"](task, 1) == (0, 22, 0)
+    assert SPANS["exact"]["decode"](task, 1) == (9, 5, 10)
+
+
+@pytest.mark.parametrize("logit_shift", [0, 1])
+def test_without_a_cache_every_step_computes_and_writes_the_canvas(logit_shift: int) -> None:
+    task = make_task(prompt=10, masks=12)
+    assert SPANS["none"]["refresh"](task, logit_shift) == (0, 22, 0)
+    assert SPANS["none"]["decode"](task, logit_shift) == (0, 22, 0)
 
 
 def load(worker_id: int, tokens: int = 0) -> WorkerLoad:
