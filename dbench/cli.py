@@ -76,6 +76,9 @@ def _trace_make(invocation: Invocation) -> int:
     return trace_make_command(invocation)
 
 
+NO_VIEW = ("dashboard",)
+"""What a command that is over at once has no use for."""
+
 COMMANDS: tuple[Command, ...] = (
     Command(
         "serve",
@@ -85,14 +88,21 @@ COMMANDS: tuple[Command, ...] = (
         aliases={"server_seed": ("--seed",)},
     ),
     Command("run", "Send a load and report latency and throughput.", _run, has_json=True),
-    Command("search-capacity", "Find the highest load that meets latency limits.", _search, has_json=True),
-    Command("submit", "Send one request to a server and print its answer.", _submit, has_json=True),
+    Command(
+        "search-capacity",
+        "Find the highest load that meets latency limits.",
+        _search,
+        has_json=True,
+        hidden=("server", "qps", "concurrency"),
+    ),
+    Command("submit", "Send one request to a server and print its answer.", _submit, has_json=True, hidden=NO_VIEW),
     Command(
         "report",
         "Rebuild a run's tables and plots from its events.",
         _report,
         arguments=(Argument("directory", "Folder of the run."),),
         has_json=True,
+        hidden=NO_VIEW,
     ),
     Command(
         "trace show",
@@ -100,12 +110,14 @@ COMMANDS: tuple[Command, ...] = (
         _trace_show,
         arguments=(Argument("trace", "Trace name or CSV file.", required=False),),
         has_json=True,
+        hidden=NO_VIEW,
     ),
     Command(
         "trace make",
         "Write a CSV of request lengths drawn from a trace's length profile.",
         _trace_make,
         arguments=(Argument("profile", "Name of the profile."), Argument("output", "CSV file to write.")),
+        hidden=NO_VIEW,
     ),
 )
 

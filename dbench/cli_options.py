@@ -17,7 +17,7 @@ import typer
 from typer.core import TyperCommand
 
 from dbench.config import Resolved, resolve
-from dbench.options import COMMAND_SECTIONS, Option, options_of
+from dbench.options import COMMAND_SECTIONS, Option, options_taken
 from dbench.values import default_text
 
 SHOWN_TYPES = {int: "INT", float: "FLOAT", str: "TEXT"}
@@ -66,15 +66,16 @@ class Command:
     has_json: bool = False
     aliases: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Option name -> further flags for it."""
+    hidden: tuple[str, ...] = ()
+    """Options of its sections that it refuses with a reason of its own, or that change nothing here."""
 
 
 def typer_function(command: Command) -> Callable[..., Invocation]:
     """A function whose signature is the command's flags and arguments; it only gathers what was typed."""
     own = [_argument(argument) for argument in command.arguments]
     options = [
-        _flag(option, command.aliases.get(option.name, ()))
-        for section in COMMAND_SECTIONS[command.name]
-        for option in options_of(section)
+        _flag(option, command.aliases.get(option.name, ()), hidden=option.name in command.hidden)
+        for option in options_taken(COMMAND_SECTIONS[command.name])
     ]
     extra = [_parameter("config", str, typer.Option(None, "--config", metavar="FILE", help=CONFIG_HELP))]
     if command.has_json:
@@ -119,9 +120,10 @@ def _flag_column(parameter: Any) -> str:
     return name if parameter.is_flag else f"{name} {parameter.metavar}"
 
 
-def _flag(option: Option, aliases: tuple[str, ...]) -> inspect.Parameter:
+def _flag(option: Option, aliases: tuple[str, ...], *, hidden: bool) -> inspect.Parameter:
     spec = option.spec
-    common: dict[str, Any] = {"rich_help_panel": spec.panel, "help": f"{spec.help} (default: {default_text(option)})"}
+    text = f"{spec.help} (default: {default_text(option)})"
+    common: dict[str, Any] = {"rich_help_panel": spec.panel, "help": text, "hidden": hidden}
     if option.type is bool and not spec.is_list:
         flags = f"{option.flag}/--no-{option.flag.removeprefix('--')}"
         return _parameter(option.name, bool, typer.Option(None, flags, **common))

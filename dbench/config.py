@@ -17,7 +17,7 @@ import yaml
 
 from dbench.errors import OptionError
 from dbench.json_values import strict
-from dbench.options import COMMAND_SECTIONS, Option, options_of
+from dbench.options import COMMAND_SECTIONS, VARIABLE_PREFIX, Option, options_of, options_taken
 from dbench.values import nearest, read_text, read_value, show
 
 S = TypeVar("S")
@@ -27,7 +27,6 @@ FLAG = "flag"
 AUTO_PREFIX = "auto: "
 YAML_PREFIX = "YAML "
 ENVIRONMENT_PREFIX = "environment "
-VARIABLE_PREFIX = "DBENCH_"
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +86,7 @@ class Resolved:
             return f"{origin.removeprefix(YAML_PREFIX)}: {name}"
         if origin.startswith(ENVIRONMENT_PREFIX):
             return origin.removeprefix(ENVIRONMENT_PREFIX)
-        return flag_of(name)
+        return next(o.flag for s in self.sections for o in options_of(type(s)) if o.name == name)
 
     def lines(self) -> list[ConfigLine]:
         """Every option in the order of its declaration."""
@@ -122,7 +121,7 @@ class Resolved:
 
     def _pairs(self) -> list[tuple[Option, Any]]:
         values = _values(self.sections)
-        return [(option, values[option.name]) for s in self.sections for option in options_of(type(s))]
+        return [(option, values[option.name]) for option in options_taken(type(s) for s in self.sections)]
 
 
 def resolve(
@@ -133,8 +132,8 @@ def resolve(
     `flags` maps option names to text, parsed values, or None for a flag that was not given.
     """
     table = option_table(sections)
-    values: dict[str, object] = {name: option.default for name, option in table.items()}
-    origins = dict.fromkeys(table, DEFAULT)
+    values: dict[str, object] = {option.name: option.default for kind in sections for option in options_of(kind)}
+    origins = {option.name: DEFAULT for kind in sections for option in options_of(kind)}
     for entry in read_yaml(yaml_path) if yaml_path else ():
         place = f"{yaml_path} line {entry.line}: {entry.key}"
         if entry.key not in table:
@@ -156,8 +155,8 @@ def resolve(
 
 
 def option_table(sections: Iterable[type]) -> dict[str, Option]:
-    """Name -> option, over some sections."""
-    return {option.name: option for section in sections for option in options_of(section)}
+    """Name -> option that a command with these sections takes."""
+    return {option.name: option for option in options_taken(sections)}
 
 
 def commands_with(name: str) -> list[str]:
@@ -171,10 +170,6 @@ def unknown_option(place: str, name: str, known: Iterable[str]) -> str:
     if elsewhere:
         return f"{place}: not an option of this command, only of {', '.join(elsewhere)}"
     return f"{place}: unknown option{nearest(name, known) or '; --help lists the known ones'}"
-
-
-def flag_of(name: str) -> str:
-    return "--" + name.replace("_", "-")
 
 
 def options_to_dict(section: object) -> dict[str, Any]:

@@ -7,11 +7,14 @@ A command is a tuple of sections; sections are composed, never inherited.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, fields
 from typing import Any, get_type_hints
 
 from dbench.unmasking_rules import DEFAULT_RULE, RULE_PARAMETERS, UNMASKING_RULES
+
+VARIABLE_PREFIX = "DBENCH_"
+"""Of the environment variables of all options."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +28,7 @@ class OptionSpec:
     above: float | None = None
     choices: tuple[str, ...] = ()
     secret: bool = False
-    tunable: bool = False
+    serve_only: bool = False  # a command that starts its own server sets this itself, or has no use for it
     is_list: bool = False
     allow_infinity: bool = False
     auto: str = ""  # what an unset value becomes, for --help
@@ -47,7 +50,7 @@ class Option:
 
     @property
     def environment_variable(self) -> str:
-        return "DBENCH_" + self.name.upper()
+        return VARIABLE_PREFIX + self.name.upper()
 
 
 def option(default: Any, help: str, *, panel: str, **spec: Any) -> Any:
@@ -80,12 +83,8 @@ class EngineOptions:
         auto="embedded",
     )
     gpus: str | None = option(None, "Devices, one worker each: 'cpu' or 'cpu,cpu'.", panel="Core", auto="cpu")
-    max_batch_size: int = option(
-        128, "Sequences that one worker decodes at a time.", panel="Core", minimum=1, tunable=True
-    )
-    block_length: int = option(
-        32, "Consecutive positions decoded together.", panel="Core", minimum=1, maximum=1024, tunable=True
-    )
+    max_batch_size: int = option(128, "Sequences that one worker decodes at a time.", panel="Core", minimum=1)
+    block_length: int = option(32, "Consecutive positions decoded together.", panel="Core", minimum=1, maximum=1024)
     max_gen_len: int | None = option(
         None,
         "Masks that every canvas carries, whatever its gen_length; a multiple of block_length.",
@@ -101,21 +100,18 @@ class EngineOptions:
         "Token budget of one engine iteration; unused budget is saved up for long refreshes.",
         panel="Scheduling",
         minimum=1,
-        tunable=True,
     )
     prefill_scheduler_policy: str = option(
         "least_outstanding_prefill_tokens",
         "How a block finds its worker.",
         panel="Scheduling",
         choices=("least_outstanding_prefill_tokens", "round_robin"),
-        tunable=True,
     )
     prefill_queue_policy: str = option(
         "arrival_order",
         "Order of the refreshes that wait in a worker; fewest_remaining_blocks can starve long requests.",
         panel="Scheduling",
         choices=("arrival_order", "fewest_remaining_blocks"),
-        tunable=True,
     )
     max_block_retries: int = option(
         2, "Times a block is restarted after its worker was lost or its batch failed.", panel="Scheduling", minimum=0
@@ -127,10 +123,8 @@ class EngineOptions:
         panel="Scheduling",
         choices=("exact", "none"),
     )
-    enable_overlap: bool = option(
-        True, "Plan and launch the next batch while the last one runs.", panel="Scheduling", tunable=True
-    )
-    kv_page_size: int = option(16, "Tokens of KV per page.", panel="KV", minimum=1, maximum=1024, tunable=True)
+    enable_overlap: bool = option(True, "Plan and launch the next batch while the last one runs.", panel="Scheduling")
+    kv_page_size: int = option(16, "Tokens of KV per page.", panel="KV", minimum=1, maximum=1024)
     kv_max_pages: int | None = option(
         None,
         "KV pages per worker.",
@@ -168,7 +162,12 @@ class ServiceOptions:
 
     host: str = option("127.0.0.1", "Address that the server binds.", panel="Service")
     scheduler_port: int = option(
-        50051, "Port for clients and workers; 0: any free one.", panel="Service", minimum=0, maximum=65535
+        50051,
+        "Port for clients and workers; 0: any free one.",
+        panel="Service",
+        minimum=0,
+        maximum=65535,
+        serve_only=True,
     )
     api_key: str | None = option(
         None, "Key that clients must send (authorization: Bearer KEY).", panel="Service", secret=True, auto="no key"
@@ -183,13 +182,17 @@ class ServiceOptions:
     )
     log_requests: bool = option(False, "Log every request as it ends.", panel="Service")
     metrics_output_dir: str | None = option(
-        None, "Folder for the server's events and tables.", panel="Metrics", auto="reports/<time>-serve"
+        None,
+        "Folder for the server's events and tables.",
+        panel="Metrics",
+        auto="reports/<time>-serve",
+        serve_only=True,
     )
     enable_individual_batch_metrics: bool = option(
         False, "Write worker_batch_metrics.csv, a row per batch.", panel="Metrics"
     )
     export_partial_metrics: bool = option(
-        False, "Write tables and plots to metrics_output_dir at shutdown.", panel="Metrics"
+        False, "Write tables and plots to metrics_output_dir at shutdown.", panel="Metrics", serve_only=True
     )
 
 
@@ -358,6 +361,17 @@ COMMAND_SECTIONS: dict[str, tuple[type, ...]] = {
     "trace make": (ProfileOptions, TerminalOptions),
 }
 """Command -> the sections that it takes. No name stands twice in one command."""
+
+
+def options_taken(sections: Iterable[type]) -> Iterator[Option]:
+    """The options that a command with these sections takes, in their order.
+
+    A command that sends load starts a server of its own, for which the serve-only options mean nothing.
+    """
+    kinds = tuple(sections)
+    has_own_server = LoadOptions in kinds
+    for section in kinds:
+        yield from (option for option in options_of(section) if not (has_own_server and option.spec.serve_only))
 
 
 def options_of(section: type) -> Iterator[Option]:

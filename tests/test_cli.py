@@ -19,7 +19,8 @@ from dbench import cli
 from dbench.cli import COMMANDS, main
 from dbench.cli_options import Invocation
 from dbench.errors import RunError, ServerUnavailable
-from dbench.options import COMMAND_SECTIONS, options_of
+from dbench.options import COMMAND_SECTIONS, Option, options_of, options_taken
+from dbench.search.plan import SET_BY_THE_SEARCH
 from tools import write_option_docs
 
 HEAVY = ("torch", "optuna", "pandas", "matplotlib", "transformers", "grpc", "numpy", "rich")
@@ -59,15 +60,41 @@ def test_every_command_has_its_sections() -> None:
     assert {command.name for command in COMMANDS} == set(COMMAND_SECTIONS)
 
 
+def shown_flag(option: Option) -> str:
+    """As the help names it."""
+    return option.flag.replace("--", "--[no-]", 1) if option.type is bool else option.flag
+
+
+def test_hidden_options_of_the_search_are_those_that_it_refuses() -> None:
+    assert set(next(c.hidden for c in COMMANDS if c.name == "search-capacity")) == set(SET_BY_THE_SEARCH)
+
+
+@pytest.mark.parametrize("command", ["run", "search-capacity"])
+@pytest.mark.parametrize("name", ["scheduler_port", "metrics_output_dir", "export_partial_metrics"])
+def test_serve_only_option_is_refused_by_name_where_dbench_starts_the_server(
+    command: str, name: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flag = "--" + name.replace("_", "-")
+    assert error_line(capsys, command, flag) == (
+        f"dbench {command} has no option {flag}; it belongs to serve (see dbench {command} --help)"
+    )
+    path = tmp_path / "options.yaml"
+    path.write_text(f"{name}: 1\n")
+    line = error_line(capsys, command, "--config", str(path))
+    assert line == f"{path} line 1: {name}: not an option of this command, only of serve"
+
+
 @pytest.mark.parametrize("command", COMMAND_SECTIONS)
 def test_help_lists_every_option_under_its_panel(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*command.split(), "--help"]) == 0
     text = capsys.readouterr().out
-    for section in COMMAND_SECTIONS[command]:
-        for option in options_of(section):
-            flag = option.flag.replace("--", "--[no-]", 1) if option.type is bool else option.flag
-            panel = text.split(f"\n{option.spec.panel}:\n")[1].split("\n\n")[0]
-            assert re.search(rf"^ *{re.escape(flag)}[ ,\n]", panel + "\n", re.MULTILINE)
+    hidden = next(c.hidden for c in COMMANDS if c.name == command)
+    offered = [option for option in options_taken(COMMAND_SECTIONS[command]) if option.name not in hidden]
+    for option in offered:
+        panel = text.split(f"\n{option.spec.panel}:\n")[1].split("\n\n")[0]
+        assert re.search(rf"^ *{re.escape(shown_flag(option))}[ ,\n]", panel + "\n", re.MULTILINE)
+    others = {shown_flag(o) for s in COMMAND_SECTIONS[command] for o in options_of(s)} - set(map(shown_flag, offered))
+    assert not others & set(text.split())
     assert "--config FILE" in text
 
 
@@ -114,7 +141,7 @@ def test_help_imports_nothing_heavy(arguments: list[str]) -> None:
         (["run", "--model", "/no/such/model"], "/no/such/model"),
         (["run", "--gpus", "cuda:0"], "--gpus: got 'cuda:0', wanted 'cpu'"),
         (["run", "--max-gen-len", "33"], "--max-gen-len: got 33, wanted a multiple of block_length, which is 32"),
-        (["run", "--unmasking-strategy", "conf_quota"], "--unmasking-strategy: conf_quota needs --fixed-unmask-quota"),
+        (["run", "--unmasking-strategy", "conf_quota"], "--unmasking-strategy conf_quota needs --fixed-unmask-quota"),
         (["run", "--qps", "2", "--concurrency", "3"], "--concurrency: given together with --qps"),
         (["run", "--name", "a/b"], "--name: got 'a/b', wanted a name without slashes"),
         (
@@ -128,8 +155,11 @@ def test_help_imports_nothing_heavy(arguments: list[str]) -> None:
         (["search-capacity", "--sla", "request_e2e_tim:p90<=8s"], "request_e2e_time"),
         (["serve", "embedded", "--model", "embedded"], "--model: given twice"),
         (["serve", "--host", "0.0.0.0"], "--host: got '0.0.0.0', wanted a loopback address"),
-        (["submit"], "give the prompt as --prompt TEXT or --prompt-ids 1,2,3"),
-        (["submit", "--prompt", "a", "--prompt-ids", "1"], "give the prompt as --prompt TEXT or --prompt-ids 1,2,3"),
+        (["submit"], "give one prompt, as --prompt TEXT, --chat TEXT or --prompt-ids 1,2,3"),
+        (
+            ["submit", "--prompt", "a", "--prompt-ids", "1"],
+            "give one prompt, as --prompt TEXT, --chat TEXT or --prompt-ids 1,2,3",
+        ),
         (["submit", "--prompt-ids", "1,x"], "--prompt-ids: got '1,x', wanted token ids such as 1,2,3"),
         (["report", "/no/such/folder"], "/no/such/folder: no events.jsonl here"),
         (["trace", "show", "nope"], "unknown trace 'nope'"),

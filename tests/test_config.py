@@ -180,7 +180,7 @@ def test_yaml_key_of_another_command_is_refused_by_name(tmp_path: Path) -> None:
 
 
 def test_missing_yaml_file_is_refused_by_name(tmp_path: Path) -> None:
-    with pytest.raises(OptionError, match=r"--config: cannot read .*nowhere\.yaml: No such file"):
+    with pytest.raises(OptionError, match=r"nowhere\.yaml: cannot be read: No such file"):
         resolve(SEARCH, {}, yaml_path=tmp_path / "nowhere.yaml", environment={})
 
 

@@ -31,8 +31,8 @@ from tests.serve.process_builders import is_gone
 
 COMMAND = (sys.executable, "-m", "dbench")
 LIMITED = (
-    "import resource, runpy, sys; limit = int(sys.argv.pop(1)); resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit));"
-    "runpy.run_module('dbench', run_name='__main__')"
+    "import resource, runpy, sys; limit = int(sys.argv.pop(1));"
+    "resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)); runpy.run_module('dbench', run_name='__main__')"
 )
 PATIENCE_S = 120
 SMALL_SERVER = ("--max-model-len", "512", "--log-level", "warning")

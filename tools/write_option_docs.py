@@ -9,6 +9,9 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+from dbench.cli import COMMANDS
+from dbench.cli_options import Command
+from dbench.config import option_table
 from dbench.options import COMMAND_SECTIONS, Option, options_of
 from dbench.values import default_text, wanted
 
@@ -51,9 +54,18 @@ def _row(option: Option) -> str:
     notes = [option.spec.help]
     if option.spec.secret:
         notes.append("Never printed or saved.")
+    without = [f"`{command.name}`" for command in COMMANDS if _is_left_out(option, command)]
+    if without:
+        notes.append(f"Not of {', '.join(without)}.")
     takes = wanted(option) + (", repeatable" if option.spec.is_list else "")
     cells = (f"`{option.name}`", takes, default_text(option), " ".join(notes))
     return f"| {' | '.join(cell.replace('|', '&#124;').replace('<', '&lt;') for cell in cells)} |"
+
+
+def _is_left_out(option: Option, command: Command) -> bool:
+    sections = COMMAND_SECTIONS[command.name]
+    is_there = option.section in [section.__name__ for section in sections]
+    return is_there and (option.name not in option_table(sections) or option.name in command.hidden)
 
 
 def main() -> int:

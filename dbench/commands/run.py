@@ -105,9 +105,7 @@ def config_text(resolved: Resolved) -> str:
 
 def with_own_server(resolved: Resolved) -> Resolved:
     """Every server option filled in, on any free port."""
-    return resolve_serve(
-        resolved.replace("scheduler_port", 0, f"{AUTO_PREFIX}the run's own server takes any free port")
-    )
+    return resolve_serve(resolved.replace("scheduler_port", 0, f"{AUTO_PREFIX}any free port"))
 
 
 def _run_attached(resolved: Resolved, on_progress: Callable[[RunProgress], None]) -> RunResult:
