@@ -6,9 +6,6 @@ raises OptionError or ModelError. No torch: the answers come from config.json an
 
 from __future__ import annotations
 
-import errno
-import ipaddress
-import socket
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -16,6 +13,7 @@ from pathlib import Path
 from dbench.config import AUTO_PREFIX, Resolved
 from dbench.errors import ModelError, OptionError
 from dbench.options import EngineOptions, SamplingOptions, ServiceOptions
+from dbench.serve.address import address_fault
 from dbench.serve.families import ModelConfig, directory_of, find_model, read_model_config
 from dbench.serve.sequence import SamplingParameters
 
@@ -142,25 +140,9 @@ def memory_and_budget(plan: ServePlan) -> ServePlan:
 
 def network(plan: ServePlan) -> ServePlan:
     """An address that may be bound, and a port that is free."""
-    host, port = plan.service.host, plan.service.scheduler_port
-    if not _is_loopback(host) and not plan.service.allow_insecure_bind:
-        raise plan.refused(
-            "host", repr(host), "a loopback address such as 127.0.0.1, or --allow-insecure-bind to serve without TLS"
-        )
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        with socket.socket(family, kind, protocol) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(address)
-    except OSError as error:
-        if error.errno == errno.EADDRINUSE:
-            raise plan.refused(
-                "scheduler_port", f"{port}, which is in use on {host}", "a free port, or 0 for any free one"
-            ) from None
-        if error.errno == errno.EACCES:
-            raise plan.refused("scheduler_port", port, "a port that this user may bind (1024 or above)") from None
-        reason = error.strerror or str(error)
-        raise plan.refused("host", f"{host!r} ({reason})", "an address of this machine") from None
+    fault = address_fault(plan.service)
+    if fault is not None:
+        raise plan.refused(fault.option, fault.got, fault.wanted)
     return plan
 
 
@@ -241,15 +223,6 @@ def _mask_id(plan: ServePlan) -> ServePlan:
 
 def _pages_of(plan: ServePlan, num_tokens: int) -> int:
     return -(-num_tokens // plan.engine.kv_page_size)
-
-
-def _is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 def _gib(num_bytes: int) -> str:

@@ -40,6 +40,7 @@ LAYERS = {
     "dbench.models": 1,
     "dbench.serve": 0,
     "dbench.serve.sequence": 1,
+    "dbench.serve.address": 1,
     "dbench.serve.policy": 1,
     "dbench.serve.pages": 1,
     "dbench.serve.families": 1,

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
-import socket
 from collections.abc import Callable
 
 import grpc
@@ -14,6 +12,7 @@ from grpc_reflection.v1alpha import reflection
 
 from dbench.errors import OptionError, one_line
 from dbench.options import ServiceOptions
+from dbench.serve.address import address_fault, join_host_port
 from dbench.serve.client_service import SERVICE_NAME, ApiKeyInterceptor, ClientService
 from dbench.serve.hub import Hub
 from dbench.serve.link_service import WorkerLinkService
@@ -35,32 +34,11 @@ WILDCARDS = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 """Address that means all of them -> where this machine reaches itself."""
 
 
-def join_host_port(host: str, port: int) -> str:
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-
-
-def is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
-
-
 def check_address(service: ServiceOptions) -> None:
     """Raises OptionError for an address that must not be bound, or whose port is taken."""
-    host, port = service.host, service.scheduler_port
-    if not is_loopback(host) and not service.allow_insecure_bind:
-        raise OptionError(
-            f"host {host!r}: not a loopback address, and traffic is not encrypted; "
-            "use 127.0.0.1, or --allow-insecure-bind to do it all the same"
-        )
-    try:
-        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        with socket.socket(family, kind) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(address)
-    except OSError as error:
-        raise _cannot_bind(host, port, error) from error
+    fault = address_fault(service)
+    if fault is not None:
+        raise OptionError(fault.line)
 
 
 class Endpoint:
@@ -103,7 +81,8 @@ class Endpoint:
         try:
             self._port = server.add_insecure_port(join_host_port(host, port))
         except RuntimeError as error:
-            raise _cannot_bind(host, port, error) from error
+            check_address(self._service)  # taken since the last look
+            raise OptionError(f"scheduler_port: {port} on {host} cannot be bound: {one_line(error)}") from error
         self._server = server
         await server.start()
 
@@ -117,11 +96,3 @@ class Endpoint:
         """Answer no new call, and give running ones `grace_s` to end."""
         if self._server is not None:
             await self._server.stop(grace_s)
-
-
-def _cannot_bind(host: str, port: int, error: Exception) -> OptionError:
-    reason = error.strerror if isinstance(error, OSError) and error.strerror else one_line(error)
-    return OptionError(
-        f"host {host!r}, scheduler_port {port}: cannot be bound: {reason}; "
-        "choose another --scheduler-port, or 0 for any free one"
-    )

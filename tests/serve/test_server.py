@@ -15,7 +15,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from dbench.errors import OptionError, QueueFullError, RequestError, ServerUnavailable
 from dbench.events import BlockRouted, Event, RequestFinished, WorkerUp, read_events
 from dbench.serve.client import Client, submit_and_wait
-from dbench.serve.endpoint import check_address, is_loopback, join_host_port
+from dbench.serve.endpoint import check_address
 from dbench.serve.recorder import Recorder
 from dbench.serve.sequence import SamplingParameters
 from dbench.serve.wire import NOT_FOUND, Accepted, FinishedBlock, GenerateReply, PollState, Submission, bearer
@@ -25,7 +25,6 @@ from tests.serve.server_builders import (
     ServerInThisProcess,
     eventually,
     final_state,
-    options,
     run,
 )
 
@@ -358,20 +357,7 @@ def test_a_taken_port_is_refused_before_anything_starts() -> None:
         async with ServerInThisProcess() as server:
             port = int(server.endpoint.address.rpartition(":")[2])
             service = replace(server.service, scheduler_port=port)
-            with pytest.raises(OptionError, match=rf"'127.0.0.1', scheduler_port {port}: cannot be bound: .*in use"):
+            with pytest.raises(OptionError, match=f"scheduler_port: got {port}, which is in use on 127.0.0.1"):
                 check_address(service)
 
     run(scenario())
-
-
-def test_addresses_beyond_this_machine_need_a_word() -> None:
-    _, service, _ = options()
-    for host in ("0.0.0.0", "::", "192.0.2.7", "example.org"):
-        with pytest.raises(OptionError, match="not a loopback address"):
-            check_address(replace(service, host=host))
-    assert all(is_loopback(host) for host in ("127.0.0.1", "127.8.9.1", "::1", "localhost"))
-
-
-def test_an_ipv6_host_gets_brackets() -> None:
-    assert join_host_port("::1", 5) == "[::1]:5"
-    assert join_host_port("127.0.0.1", 5) == "127.0.0.1:5"

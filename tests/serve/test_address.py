@@ -1,0 +1,49 @@
+"""Which addresses a server is refused, and by which option's name."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+
+from dbench.options import ServiceOptions
+from dbench.serve.address import address_fault, is_loopback, join_host_port
+
+
+def fault_of(host: str = "127.0.0.1", port: int = 0, *, allowed: bool = False) -> str:
+    fault = address_fault(ServiceOptions(host=host, scheduler_port=port, allow_insecure_bind=allowed))
+    return "" if fault is None else fault.line
+
+
+def test_free_port_of_this_machine_has_no_fault() -> None:
+    assert fault_of() == ""
+    assert fault_of("0.0.0.0", allowed=True) == ""
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.0.2.7", "example.org"])
+def test_addresses_beyond_this_machine_need_a_word(host: str) -> None:
+    assert fault_of(host).startswith(f"host: got {host!r}, wanted a loopback address")
+
+
+def test_busy_port_is_named_with_its_host() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        assert fault_of(port=port) == (
+            f"scheduler_port: got {port}, which is in use on 127.0.0.1, wanted a free port, or 0 for any free one"
+        )
+
+
+def test_address_of_another_machine_is_a_fault_of_the_host() -> None:
+    assert fault_of("192.0.2.7", allowed=True).startswith("host: got '192.0.2.7' (")
+
+
+def test_loopback_is_what_only_this_machine_reaches() -> None:
+    assert all(is_loopback(host) for host in ("127.0.0.1", "127.8.9.1", "::1", "localhost"))
+    assert not any(is_loopback(host) for host in ("0.0.0.0", "192.0.2.7", "localhost.example"))
+
+
+def test_ipv6_host_gets_brackets() -> None:
+    assert join_host_port("::1", 5) == "[::1]:5"
+    assert join_host_port("127.0.0.1", 5) == "127.0.0.1:5"
