@@ -12,14 +12,13 @@ from types import TracebackType
 from typing import IO
 
 from dbench.errors import OptionError, one_line
-from dbench.events import Event, SchedulerDepth, WorkerLost, WorkerState, WorkerUp, event_to_json
+from dbench.events import EVENTS_FILE, Event, SchedulerDepth, WorkerLost, WorkerState, WorkerUp, event_to_json
 from dbench.serve.wire import EventLines
 
 MAX_EVENTS = 1_000_000
 """About 400 MB of lines; nobody who exports after a run comes near it."""
 MAX_BATCH_LINES = 1000
 MAX_BATCH_BYTES = 1024 * 1024
-EVENTS_FILE = "events.jsonl"
 
 logger = logging.getLogger(__name__)
 

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from dbench.environment import describe_environment
-from dbench.errors import DbenchError, ServerStartError, one_line
+from dbench.errors import EXIT_INTERRUPTED, DbenchError, ServerStartError, one_line
 from dbench.options import EngineOptions, ServiceOptions
 from dbench.progress import ServeProgress
 from dbench.serve import child
@@ -42,7 +42,6 @@ WORKER_EXIT_TIMEOUT_S = 10.0
 REPLY_GRACE_S = 2.0
 """For streams to deliver their last message."""
 PROGRESS_PERIOD_S = 0.5
-CTRL_C_EXIT_CODE = 130
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +58,7 @@ class Stop:
         """Ctrl-C."""
         if self.requested.is_set():
             self.at_once.set()
-        self.exit_code = CTRL_C_EXIT_CODE
+        self.exit_code = EXIT_INTERRUPTED
         self.requested.set()
 
     def on_terminate(self) -> None:
