@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import TypeAlias
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,3 +127,6 @@ class SearchProgress:
     highest_pass: float | None
     lowest_fail: float | None
     running: RunProgress | None
+
+
+Progress: TypeAlias = ServeProgress | RunProgress | SearchProgress

@@ -10,10 +10,11 @@ from rich.console import Console
 from rich.text import Text
 
 from dbench.console.layout import Lines, Page
+from dbench.console.live import draw
 from dbench.console.look import UNICODE, Glyphs
-from dbench.console.pages import Progress, draw
 from dbench.console.rates import Rate, RateTable
 from dbench.progress import (
+    Progress,
     RuleProgress,
     RunPhase,
     RunProgress,

@@ -14,12 +14,11 @@ from rich.console import Console
 from dbench.console import View, install_logging, make_view
 from dbench.console.board import Board
 from dbench.console.layout import Page
-from dbench.console.live import LiveView
+from dbench.console.live import LiveView, draw
 from dbench.console.look import ASCII, UNICODE
-from dbench.console.pages import Progress, draw
 from dbench.console.plain import ERROR_INTERVAL_S, INTERVAL_S, PlainLines, PlainView
 from dbench.console.view import abilities
-from dbench.progress import RunPhase, Verdict
+from dbench.progress import Progress, RunPhase, Verdict
 from tests.console_snapshots import RATES, RULE, run, search, serve, trial
 
 SHOW_CURSOR = "\x1b[?25h"

@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 from rich.cells import cell_len
 
 from dbench.console.look import ASCII, UNICODE
-from dbench.console.pages import Progress
 from dbench.console.rates import UNKNOWN, RateTable
-from dbench.progress import RuleProgress, RunPhase, RunProgress, SearchProgress, ServerState, Verdict
+from dbench.progress import Progress, RuleProgress, RunPhase, RunProgress, SearchProgress, ServerState, Verdict
 from tests.console_snapshots import ERROR_RULE, RULE, lines, run, search, serve, trial, view_text, worker, workers
 
 LONG = "a" * 300

@@ -10,7 +10,7 @@ A live region on a terminal, plain lines elsewhere; always on stderr, results ar
 from __future__ import annotations
 
 from dbench.console.logs import install_logging
-from dbench.console.pages import Progress
 from dbench.console.view import View, make_view
+from dbench.progress import Progress
 
 __all__ = ["Progress", "View", "install_logging", "make_view"]

@@ -7,9 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from threading import Lock
 
-from dbench.console.pages import Progress, workers_of
 from dbench.console.rates import UNKNOWN, CounterWindow, RateTable, WorkerRates
-from dbench.progress import ServeProgress
+from dbench.progress import Progress, SearchProgress, ServeProgress, WorkerProgress
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +20,13 @@ class Shown:
 
 
 NOTHING_YET = Shown(None, RateTable({}, UNKNOWN))
+
+
+def workers_of(progress: Progress) -> tuple[WorkerProgress, ...]:
+    """The workers that a snapshot shows, directly or in its running trial."""
+    if isinstance(progress, SearchProgress):
+        return progress.running.workers if progress.running else ()
+    return progress.workers
 
 
 class Board:

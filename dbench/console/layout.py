@@ -5,7 +5,7 @@ A view is a list of `Text` lines; what does not fit is left out whole or ends in
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from rich.cells import cell_len
@@ -83,6 +83,15 @@ def _walled(line: Text, page: Page) -> Text:
 def beside(left: Lines, right: Lines) -> Lines:
     """Two boxes of equal height in one row."""
     return [Text.assemble(a, b) for a, b in zip(left, right, strict=True)]
+
+
+def stack(boxes: Iterable[Lines], height: int) -> Lines:
+    """Boxes on top of each other: those that fit `height` whole, in order; only a first one may be cut."""
+    lines: Lines = []
+    for own in boxes:
+        if not lines or len(lines) + len(own) <= height:
+            lines.extend(own)
+    return lines[: max(0, height)]
 
 
 def titled(name: str, detail: str = "") -> Text:

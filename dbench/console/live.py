@@ -18,9 +18,12 @@ from rich.text import Text
 
 from dbench.console.board import Board
 from dbench.console.layout import Lines, Page
-from dbench.console.look import Glyphs
-from dbench.console.pages import Progress, draw
-from dbench.console.printing import print_lines
+from dbench.console.look import Glyphs, print_lines
+from dbench.console.rates import RateTable
+from dbench.console.run_view import run_view
+from dbench.console.search_view import search_view
+from dbench.console.serve_view import serve_view
+from dbench.progress import Progress, RunProgress, SearchProgress, ServeProgress
 
 REFRESHES_PER_S = 4.0
 
@@ -99,6 +102,17 @@ class LiveView:
                     self._live.refresh()
             except OSError:  # the terminal is gone; the work that is shown goes on
                 return
+
+
+def draw(progress: Progress, rates: RateTable, page: Page) -> Lines:
+    """The lines of a snapshot's view, within the page."""
+    match progress:
+        case ServeProgress():
+            return serve_view(progress, rates, page)
+        case RunProgress():
+            return run_view(progress, rates, page)
+        case SearchProgress():
+            return search_view(progress, rates, page)
 
 
 class _Frame:

@@ -7,6 +7,7 @@ import unicodedata
 from dataclasses import dataclass
 
 from rich.cells import cell_len
+from rich.console import Console
 from rich.text import Text
 
 NOTHING = "-"
@@ -106,6 +107,12 @@ def printable(text: str, glyphs: Glyphs) -> str:
 def clean(text: str, glyphs: Glyphs) -> str:
     """`text` as one printable line."""
     return printable(" ".join(text.splitlines()), glyphs).strip()
+
+
+def print_lines(console: Console, text: str, style: str, glyphs: Glyphs) -> None:
+    """Print `text` without control characters; the terminal wraps what is too long."""
+    lines = [printable(line, glyphs) for line in text.splitlines()]
+    console.print(Text("\n".join(lines), style=style), soft_wrap=True)
 
 
 def shorten(text: Text, width: int, glyphs: Glyphs) -> Text:

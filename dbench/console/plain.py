@@ -11,14 +11,12 @@ from typing import Self
 
 from rich.console import Console
 
-from dbench.console.board import Board, Shown
-from dbench.console.look import NOTHING, Glyphs, clean, duration, elapsed, number, percent, rate, share_of
-from dbench.console.pages import Progress, workers_of
-from dbench.console.printing import print_lines
+from dbench.console.board import Board, Shown, workers_of
+from dbench.console.look import NOTHING, Glyphs, clean, duration, elapsed, number, percent, print_lines, rate, share_of
 from dbench.console.rates import RateTable
 from dbench.console.run_view import finished_share
 from dbench.console.trials import margin_text, value_text
-from dbench.progress import RunProgress, SearchProgress, ServeProgress, TrialProgress, Verdict
+from dbench.progress import Progress, RunProgress, SearchProgress, ServeProgress, TrialProgress, Verdict
 
 INTERVAL_S = 5.0
 ERROR_INTERVAL_S = 1.0

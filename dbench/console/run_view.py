@@ -6,10 +6,9 @@ import math
 
 from rich.text import Text
 
-from dbench.console.layout import LABEL, Lines, Page, beside, box, ends, pair_lines, pairs, titled
+from dbench.console.layout import LABEL, Lines, Page, beside, box, ends, pair_lines, pairs, stack, titled
 from dbench.console.look import bar, clean, duration, elapsed, number, pad, percent, share_of, shorten
 from dbench.console.rates import RateTable
-from dbench.console.stack import stack
 from dbench.console.workers import errors_box, workers_box, workers_lines
 from dbench.progress import RunPhase, RunProgress
 

@@ -7,11 +7,10 @@ from collections.abc import Sequence
 from rich.text import Text
 
 from dbench.console.axis import axis, running_qps, verdict_mark
-from dbench.console.layout import LABEL, Lines, Page, box, ends, pair_lines, titled
+from dbench.console.layout import LABEL, Lines, Page, box, ends, pair_lines, stack, titled
 from dbench.console.look import NOTHING, clean, elapsed, number, rate, shorten
 from dbench.console.rates import RateTable
 from dbench.console.run_view import phase_note, run_summary
-from dbench.console.stack import stack
 from dbench.console.trials import all_rules, rule_label, trials_box
 from dbench.progress import SearchProgress, Verdict
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from rich.text import Text
 
-from dbench.console.layout import Lines, Page, box, ends, pair_lines, pairs, titled
+from dbench.console.layout import Lines, Page, box, ends, pair_lines, pairs, stack, titled
 from dbench.console.look import clean, elapsed, number
 from dbench.console.rates import RateTable
-from dbench.console.stack import stack
 from dbench.console.workers import errors_box, workers_box
 from dbench.progress import ServeProgress, ServerState
 

@@ -9,11 +9,12 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Protocol, Self, TextIO
 
+from rich.console import Console
+
 from dbench.console.live import LiveView
 from dbench.console.look import ASCII, UNICODE, Glyphs
-from dbench.console.pages import Progress
 from dbench.console.plain import PlainView
-from dbench.console.printing import PatientConsole
+from dbench.progress import Progress
 
 _DUMB = frozenset({"", "dumb", "unknown"})
 _NO = frozenset({"", "0", "false", "no", "off"})
@@ -39,6 +40,13 @@ class View(Protocol):
 
     def print(self, text: str, style: str = "") -> None:
         """A line above the live region, or a plain one; also before and after the view is entered."""
+
+
+class PatientConsole(Console):
+    """A console whose reader may go away: rich would end the program then, and take stdout with it."""
+
+    def on_broken_pipe(self) -> None:
+        self.quiet = True
 
 
 @dataclass(frozen=True, slots=True)
