@@ -246,6 +246,13 @@ def test_serve_knows_nothing_of_load_or_search(module: str) -> None:
     assert not [i for i in imports_of(modules()[module]) if i.startswith(("dbench.load", "dbench.search"))]
 
 
+@pytest.mark.parametrize("module", [m for m in modules() if m.startswith("dbench.load")])
+def test_load_reaches_serve_only_through_its_target(module: str) -> None:
+    """Records of serve that a target's signatures need are named by target.py for the others."""
+    found = [imported for imported in imports_of(modules()[module]) if imported.startswith("dbench.serve")]
+    assert not found or module == "dbench.load.target"
+
+
 @pytest.mark.parametrize("module", [m for m in modules() if m.startswith("dbench.serve")])
 def test_low_layers_of_serve_do_without_torch(module: str) -> None:
     if LAYERS[module] <= NO_TORCH_UP_TO_LAYER:
