@@ -64,6 +64,7 @@ __all__ = [
     "metric_values",
     "quantile",
     "quantiles",
+    "num_unjudged",
     "request_table",
     "summarize",
     "time_weighted_mean",
@@ -126,8 +127,12 @@ def judged_requests(data: RunData, warmup_share: float = WARMUP_SHARE) -> pd.Dat
 
     The warm-up is a share of the requests that were drawn, so a run that was cut short judges the same ones.
     """
-    num_warmup = math.floor(warmup_share * data.num_requests + _ROUNDING)
-    return data.requests.iloc[num_warmup:]
+    return data.requests.iloc[num_unjudged(data.num_requests, warmup_share) :]
+
+
+def num_unjudged(num_requests: int, warmup_share: float = WARMUP_SHARE) -> int:
+    """How many of the first requests of a run warm it up."""
+    return math.floor(warmup_share * num_requests + _ROUNDING)
 
 
 def judged_window(data: RunData, warmup_share: float = WARMUP_SHARE) -> tuple[float, float]:

@@ -91,6 +91,8 @@ class Verdict(StrEnum):
     INVALID = "invalid"
     UNJUDGED = "unjudged"
     """Finished, and there is no SLA to judge it by."""
+    UNDECIDED = "undecided"
+    """Stopped early under another SLA, before it could answer this one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +102,11 @@ class RuleProgress:
     rule: str
     value: float | None
     threshold: float
+    unit: str
+    """'s' for a time, else nothing."""
     passed: bool | None
+    margin: float | None
+    """How far the value is on the good side of the limit, as a share of it; absolute where the limit is 0."""
 
 
 @dataclass(frozen=True, slots=True)

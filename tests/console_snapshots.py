@@ -95,7 +95,8 @@ def run(**changes: Any) -> RunProgress:
 def trial(number: int, qps: float, verdict: Verdict = Verdict.PASS, **changes: Any) -> TrialProgress:
     value = None if verdict == Verdict.RUNNING else 2 * qps
     passed = {Verdict.PASS: True, Verdict.FAIL: False}.get(verdict)
-    row = TrialProgress(number, qps, verdict, (RuleProgress(RULE, value, 8.0, passed),), "", False)
+    margin = None if value is None else (8.0 - value) / 8.0
+    row = TrialProgress(number, qps, verdict, (RuleProgress(RULE, value, 8.0, "s", passed, margin),), "", False)
     return replace(row, **changes)
 
 

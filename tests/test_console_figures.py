@@ -14,6 +14,7 @@ from dbench.console.look import ASCII, UNICODE, bar, duration, elapsed, number, 
 from dbench.console.rates import BUCKET_S, WINDOW_S, CounterWindow, WorkerRates
 from dbench.console.trials import margin_text, value_text
 from dbench.progress import RuleProgress, SearchProgress, Verdict
+from dbench.search.sla import parse_rule
 from tests.console_snapshots import search, trial, worker
 
 
@@ -148,21 +149,23 @@ def test_totals_add_up_the_workers() -> None:
     assert rates.read().total.tokens_per_s == 200
 
 
-def judged(rule: str, value: float | None, threshold: float) -> RuleProgress:
-    return RuleProgress(rule, value, threshold, None)
+def judged(text: str, value: float | None) -> RuleProgress:
+    rule = parse_rule(text)
+    margin = None if value is None else rule.margin(value)
+    return RuleProgress(rule.text, value, rule.threshold, rule.unit, None, margin)
 
 
 @pytest.mark.parametrize(
     ("rule", "margin", "value"),
     [
-        (judged("request_e2e_time:p90<=8s", 7.0, 8.0), "+12.5%", "7.00/8 s"),
-        (judged("request_e2e_time:p90<=900ms", 1.8, 0.9), "-100%", "1,800/900 ms"),
-        (judged("goodput>=2", 3.0, 2.0), "+50.0%", "3.00/2"),
-        (judged("error_rate<=0.01", 0.0, 0.01), "+100%", "0/0.01"),
-        (judged("request_num_blocks:mean==4", 5.0, 4.0), "-25.0%", "5.00/4"),
-        (judged("request_e2e_time:p90<=8s", math.inf, 8.0), "<-999%", "inf/8 s"),
-        (judged("request_e2e_time:p90<=8s", None, 8.0), "-", "-/8 s"),
-        (judged("error_rate<=0", 0.1, 0.0), "-", "0.100/0"),
+        (judged("request_e2e_time:p90<=8s", 7.0), "+12.5%", "7.00/8 s"),
+        (judged("request_e2e_time:p90<=900ms", 1.8), "-100%", "1,800/900 ms"),
+        (judged("goodput>=2", 3.0), "+50.0%", "3.00/2"),
+        (judged("error_rate<=0.01", 0.0), "+100%", "0/0.01"),
+        (judged("request_num_blocks:mean==4", 5.0), "-25.0%", "5.00/4"),
+        (judged("request_e2e_time:p90<=8s", math.inf), "<-999%", "inf/8 s"),
+        (judged("request_e2e_time:p90<=8s", None), "-", "-/8 s"),
+        (judged("error_rate<=0", 0.1), "-10.0%", "0.100/0"),
     ],
 )
 def test_rules_are_shown_with_their_margin(rule: RuleProgress, margin: str, value: str) -> None:

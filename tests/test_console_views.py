@@ -141,7 +141,7 @@ def test_a_search_without_trials_rules_or_a_run_is_drawn() -> None:
 
 
 def test_several_rules_have_labels_and_a_column_each() -> None:
-    both = (RuleProgress(RULE, 7.0, 8.0, True), RuleProgress(ERROR_RULE, 0.02, 0.01, False))
+    both = (RuleProgress(RULE, 7.0, 8.0, "s", True, 0.125), RuleProgress(ERROR_RULE, 0.02, 0.01, "", False, -1.0))
     text = view_text(search(rules=(RULE, ERROR_RULE), trials=(trial(1, 2.0, Verdict.FAIL, rules=both),)))
     assert f"R1 {RULE}" in text
     assert f"R2 {ERROR_RULE}" in text
@@ -151,14 +151,15 @@ def test_several_rules_have_labels_and_a_column_each() -> None:
 
 def test_rules_without_room_give_way_to_the_tightest() -> None:
     rules = tuple(f"metric_{n}:p90<=8s" for n in range(12))
-    judged = tuple(RuleProgress(rule, 2.0 + n / 2, 8.0, True) for n, rule in enumerate(rules))
+    values = [2.0 + n / 2 for n in range(len(rules))]
+    judged = tuple(RuleProgress(r, v, 8.0, "s", True, (8.0 - v) / 8.0) for r, v in zip(rules, values, strict=True))
     text = view_text(search(rules=rules, trials=(trial(1, 2.0, rules=judged),)))
     assert "margin of the tightest rule" in text
     assert "R12 +6.2%" in text
 
 
 def test_a_rule_that_only_trials_know_is_shown() -> None:
-    implicit = (RuleProgress(RULE, 7.0, 8.0, True), RuleProgress(ERROR_RULE, 0.0, 0.01, True))
+    implicit = (RuleProgress(RULE, 7.0, 8.0, "s", True, 0.125), RuleProgress(ERROR_RULE, 0.0, 0.01, "", True, 1.0))
     assert f"R2 {ERROR_RULE}" in view_text(search(trials=(trial(1, 2.0, rules=implicit),)))
 
 

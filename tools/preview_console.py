@@ -160,12 +160,15 @@ class InventedSearch:
 
     def _judge(self, share: float | None) -> tuple[RuleProgress, ...]:
         thresholds = (8.0, 0.01, 2.0, 0.9)
-        return tuple(
-            RuleProgress(rule, None, limit, None)
-            if share is None
-            else RuleProgress(rule, limit * share * (1 - 0.1 * n), limit, share * (1 - 0.1 * n) <= 1)
-            for n, (rule, limit) in enumerate(zip(self._rules, thresholds, strict=False))
-        )
+        judged = []
+        for n, (rule, limit) in enumerate(zip(self._rules, thresholds, strict=False)):
+            unit = "s" if rule.endswith("s") else ""
+            used = None if share is None else share * (1 - 0.1 * n)
+            if used is None:
+                judged.append(RuleProgress(rule, None, limit, unit, None, None))
+            else:
+                judged.append(RuleProgress(rule, limit * used, limit, unit, used <= 1, 1 - used))
+        return tuple(judged)
 
     def _end_trial(self) -> None:
         passed = self._qps <= CAPACITY

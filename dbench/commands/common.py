@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,21 @@ def new_folder(parent: str, name: str, *, place: str) -> Path:
                 number += 1
     except OSError as error:
         raise OptionError(f"--output-dir: cannot make a folder in {parent}: {error.strerror or error}") from None
+
+
+def check_writable(folder: Path, *, place: str) -> None:
+    """Make the folder if it is not there, and see that files can be made in it.
+
+    `place` names the option behind it in the OptionError for one that cannot be used.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise OptionError(
+            f"{place}: cannot make files in {folder}: {error.strerror or error}; choose another output_dir"
+        ) from None
 
 
 def print_json(record: Any) -> None:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from dbench.cli_options import Invocation
-from dbench.commands.common import open_view, print_json
+from dbench.commands.common import check_writable, open_view, print_json
 from dbench.config import Resolved
 from dbench.options import SearchOptions
 from dbench.search.plan import plan_search
@@ -23,13 +23,15 @@ from dbench.search.yaml_jobs import is_jobs_file, read_jobs_file
 def search_command(invocation: Invocation) -> int:
     """Run what is missing of the search, or judge a stored one again, and print all of it."""
     given = _flat_options(invocation)
+    open_view(given)  # for what planning has to say; the jobs of a file may want another view
     stored = given.section(SearchOptions).reevaluate
     if stored is not None:
-        open_view(given)
         results = reevaluate(Path(stored), _rules(given, invocation.config))
     else:
         plan = plan_search(invocation.flags, config_path=invocation.config, environment=os.environ)
-        with open_view(plan.jobs[0].options) as view:
+        options = plan.jobs[0].options
+        check_writable(plan.folder, place=options.place("output_dir"))
+        with open_view(options) as view:
             results = run_search(plan, on_progress=view.update)
     _print(results, as_json=invocation.json)
     return results.exit_code

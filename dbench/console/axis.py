@@ -27,8 +27,9 @@ _STYLES = {
     Verdict.RUNNING: "bold cyan",
     Verdict.INVALID: "yellow",
     Verdict.UNJUDGED: "blue",
+    Verdict.UNDECIDED: "yellow",
 }
-_ORDER = (Verdict.UNJUDGED, Verdict.INVALID, Verdict.FAIL, Verdict.PASS, Verdict.RUNNING)
+_ORDER = (Verdict.UNDECIDED, Verdict.UNJUDGED, Verdict.INVALID, Verdict.FAIL, Verdict.PASS, Verdict.RUNNING)
 """Which mark wins a column that several trials share: the last."""
 
 
@@ -71,6 +72,7 @@ def verdict_mark(verdict: Verdict, glyphs: Glyphs) -> tuple[str, str]:
         Verdict.RUNNING: glyphs.running,
         Verdict.INVALID: glyphs.invalid,
         Verdict.UNJUDGED: glyphs.dot,
+        Verdict.UNDECIDED: glyphs.hollow,
     }
     return marks[verdict], _STYLES[verdict]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -15,8 +14,6 @@ from dbench.console.look import NOTHING, Glyphs, clean, number, rate, shorten
 from dbench.progress import RuleProgress, TrialProgress
 
 REASON_WIDTH = 12
-_LAST_OPERATOR = re.compile(r"(<=|>=|==|<|>)[^<>=]*$")
-_TIME = re.compile(r"[\d.eE+-]+\s*(ms|s)\s*$")
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,21 +53,10 @@ def all_rules(rules: Sequence[str], trials: Sequence[TrialProgress]) -> list[str
     return list(dict.fromkeys([*rules, *(r.rule for t in trials for r in t.rules)]))
 
 
-def margin(rule: RuleProgress) -> float | None:
-    """Room to the threshold as a share of it; negative when the rule is broken. None when not known."""
-    if rule.value is None or math.isnan(rule.value) or rule.threshold == 0 or not math.isfinite(rule.threshold):
-        return None
-    match = _LAST_OPERATOR.search(rule.rule)
-    operator = match.group(1) if match else "<="
-    room = (rule.threshold - rule.value) / abs(rule.threshold)
-    if operator.startswith(">"):
-        return -room
-    return -abs(room) if operator == "==" else room
-
-
 def margin_text(rule: RuleProgress) -> str:
-    share = margin(rule)
-    if share is None:
+    """The margin in percent; infinite ones as the ends of the scale."""
+    share = rule.margin
+    if share is None or math.isnan(share):
         return NOTHING
     if abs(share) >= 9.995:
         return ">+999%" if share > 0 else "<-999%"
@@ -79,9 +65,9 @@ def margin_text(rule: RuleProgress) -> str:
 
 def value_text(rule: RuleProgress) -> str:
     """`value/threshold` in the threshold's unit: 7.31/8 s, 812/900 ms, 0.02/0.01."""
-    factor, unit = 1.0, ""
-    if _TIME.search(rule.rule):
-        factor, unit = (1000.0, " ms") if rule.threshold < 1 else (1.0, " s")
+    factor, unit = 1.0, f" {rule.unit}" if rule.unit else ""
+    if rule.unit == "s" and rule.threshold < 1:
+        factor, unit = 1000.0, " ms"
     value = None if rule.value is None else rule.value * factor
     return f"{number(value)}/{rule.threshold * factor:.6g}{unit}"
 
@@ -144,7 +130,7 @@ def _rule_cell(trial: TrialProgress, rule: str, style: _Style) -> Text:
 
 def _tightest_cell(trial: TrialProgress, rules: Sequence[str]) -> Text:
     """Label and margin of the rule that is nearest to its threshold, or furthest beyond it."""
-    known = [(share, r) for r in trial.rules if (share := margin(r)) is not None]
+    known = [(r.margin, r) for r in trial.rules if r.margin is not None]
     if not known:
         return Text(NOTHING)
     share, rule = min(known, key=lambda pair: pair[0])

@@ -19,6 +19,9 @@ STEP_FACTOR = 2.0
 MAX_INVALID_TRIALS = 3
 """At one rate: the first and two repetitions."""
 
+ANSWERS = (Verdict.PASS, Verdict.FAIL, Verdict.UNJUDGED)
+"""Verdicts after which a rate need not be run again."""
+
 _TOO_LOW = LOWEST_QPS * STEP_FACTOR
 
 
@@ -41,7 +44,7 @@ class Tried:
 
     qps: float
     verdict: Verdict
-    """PASS, FAIL, INVALID or UNJUDGED."""
+    """Any but RUNNING."""
     hopeless: bool = False
     """A fail that no lower rate can turn into a pass."""
 
@@ -135,8 +138,8 @@ def _next_of_search(trials: Sequence[Tried], settings: SearchSettings) -> Try | 
             return Stop(StopReason.BRACKET_CLOSED)
     if low is None and high is not None and _is_the_floor(trials, high):
         return Stop(StopReason.NO_PASS_IN_RANGE)
-    num_judged = sum(t.verdict is not Verdict.INVALID for t in trials)
-    if num_judged >= settings.max_iterations:
+    num_answers = sum(t.verdict in ANSWERS for t in trials)
+    if num_answers >= settings.max_iterations:
         return Stop(StopReason.NO_PASS_IN_RANGE if low is None else StopReason.MAX_ITERATIONS)
     if low is not None and high is not None:
         return Try(midpoint(low, high))
@@ -149,8 +152,8 @@ def _next_of_search(trials: Sequence[Tried], settings: SearchSettings) -> Try | 
 
 
 def _next_of_list(trials: Sequence[Tried], qps_list: Sequence[float], running: Collection[float]) -> Step:
-    judged = {t.qps for t in trials if t.verdict is not Verdict.INVALID}
-    missing = [q for q in qps_list if q not in judged]
+    answered = {t.qps for t in trials if t.verdict in ANSWERS}
+    missing = [q for q in qps_list if q not in answered]
     if not missing:
         judged_any = any(t.verdict in (Verdict.PASS, Verdict.FAIL) for t in trials if t.qps in qps_list)
         nothing_passed = bracket_of([t for t in trials if t.qps in qps_list]).highest_pass is None

@@ -25,9 +25,9 @@ from dbench.search.results import JobResult, SearchResults, job_to_json
 from dbench.search.sla import parse_rule
 from dbench.search.space import qps_name
 from dbench.search.store import StoredTrial
+from dbench.search.stored import SUMMARY_FILE
 
 RESULTS_NAME = "capacity_search_results"
-SUMMARY_FILE = "job_summary.json"
 JOBS = "jobs"
 PLOTS = "plots"
 
@@ -85,7 +85,9 @@ def write_job_plots(results: SearchResults, job: JobResult) -> None:
     outcome = Outcome(job.bracket.highest_pass, job.bracket.lowest_fail, job.capacity)
     about = f"{job.name} · {job.num_requests} requests per trial · {job.reason.replace('_', ' ')}"
     for rule in rules:
-        points = [TrialPoint(t.qps, _value(t, rule.text), str(t.verdict)) for t in job.trials]
+        points = [point for trial in job.trials if (point := _point(trial, rule.text)) is not None]
+        if not points:
+            continue
         stem = plots / f"{rule.subject.replace(':', '_')}_vs_qps"
         sla_metric_vs_qps(points, rule, outcome, stem, Title(f"{rule.subject} against the offered load", about))
     curves = {label: _latencies(results.folder / trial.run_dir) for label, trial in _compared(job).items()}
@@ -94,8 +96,12 @@ def write_job_plots(results: SearchResults, job: JobResult) -> None:
         latency_cdfs(curves, limit, plots / "latency_cdfs", Title("End-to-end latency", about))
 
 
-def _value(trial: StoredTrial, rule: str) -> float:
-    return next((value.value for value in trial.rules if value.rule == rule), math.inf)
+def _point(trial: StoredTrial, rule: str) -> TrialPoint | None:
+    """The trial in the figure of a rule; None where it was stopped before it could say anything of it."""
+    value = next((found.value for found in trial.rules if found.rule == rule), None)
+    if value is None and trial.stopped_early:
+        return None
+    return TrialPoint(trial.qps, math.inf if value is None else value, str(trial.verdict))
 
 
 def _compared(job: JobResult) -> dict[str, StoredTrial]:
@@ -106,7 +112,11 @@ def _compared(job: JobResult) -> dict[str, StoredTrial]:
         ("last pass", job.trial_at(job.bracket.highest_pass, Verdict.PASS)),
         ("first fail", job.trial_at(job.bracket.lowest_fail, Verdict.FAIL)),
     )
-    return {f"{side}, {qps_name(trial.qps)} QPS": trial for side, trial in sides if trial is not None}
+    return {
+        f"{side}, {qps_name(trial.qps)} QPS{' (stopped early)' if trial.stopped_early else ''}": trial
+        for side, trial in sides
+        if trial is not None
+    }
 
 
 def _latencies(run_dir: Path) -> NDArray[np.float64]:

@@ -16,9 +16,10 @@ from typing import Any
 
 from dbench import __version__
 from dbench.config import Resolved, options_to_dict
+from dbench.environment import cpu_model
 from dbench.load.traces import PROFILES, traces_dir
 from dbench.options import EngineOptions, LoadOptions, SamplingOptions, ServiceOptions
-from dbench.serve.families import find_model
+from dbench.serve.families import EMBEDDED, find_model
 
 KEY_LENGTH = 12
 
@@ -41,7 +42,7 @@ def job_key(given: Resolved) -> str:
             "service": _part(options_to_dict(given.section(ServiceOptions)), SERVICE_PARTS),
             "sampling": options_to_dict(given.section(SamplingOptions)),
             "load": _without(options_to_dict(given.section(LoadOptions)), NO_PART_OF_A_TRIAL),
-            "model": _files(find_model(given.section(EngineOptions).model or "embedded")),
+            "model": _files(find_model(given.section(EngineOptions).model or EMBEDDED)),
             "trace": _trace(given.section(LoadOptions).trace),
         }
     )
@@ -67,15 +68,7 @@ def _without(values: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
 
 
 def _machine() -> list[Any]:
-    return [platform.machine(), _cpu_name(), os.cpu_count()]
-
-
-def _cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return platform.processor()
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
+    return [platform.machine(), cpu_model(), os.cpu_count()]
 
 
 def _files(directory: Path) -> list[list[Any]]:

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from dbench.config import Resolved, resolve
-from dbench.errors import OptionError, SlaError
-from dbench.load.traces import open_trace
-from dbench.options import COMMAND_SECTIONS, LoadOptions, SearchOptions
+from dbench import __version__
+from dbench.config import DEFAULT, ENVIRONMENT_PREFIX, Resolved, resolve
+from dbench.errors import OptionError, SlaError, UsageError
+from dbench.load.schedule import draw_schedule
+from dbench.load.target import TargetInfo
+from dbench.options import COMMAND_SECTIONS, EngineOptions, LoadOptions, SamplingOptions, SearchOptions
 from dbench.resolve import check_sampling, resolve_serve
 from dbench.search.capacity import SearchSettings
 from dbench.search.keys import digest, job_key
 from dbench.search.sla import EXAMPLE, Rule, parse_rules
 from dbench.search.space import parse_qps_list, qps_name
-from dbench.search.yaml_jobs import JobsFile, is_jobs_file, read_jobs_file
+from dbench.search.yaml_jobs import JobEntry, JobsFile, is_jobs_file, read_jobs_file
+from dbench.serve.deployment import deployment_of
+
+logger = logging.getLogger(__name__)
 
 SECTIONS = COMMAND_SECTIONS["search-capacity"]
 
@@ -25,7 +31,7 @@ SET_BY_THE_SEARCH = {
     "qps": "the rate is what is searched; give start_qps or qps_list",
     "concurrency": "a search offers rates, not a closed loop",
 }
-"""Load options that a search does not take, and why."""
+"""Load options that a search does not take, and why; in the environment they are meant for other commands."""
 
 FREE_PORT = "auto: a search's servers take any free port"
 
@@ -71,8 +77,7 @@ def plan_search(flags: Mapping[str, object], *, config_path: Path | None, enviro
     """
     if config_path is not None and is_jobs_file(config_path):
         return _plan_jobs(read_jobs_file(config_path), flags, environment)
-    given = resolve(SECTIONS, flags, yaml_path=config_path, environment=environment)
-    _refuse_what_the_search_sets(given)
+    given = _without_what_the_search_sets(resolve(SECTIONS, flags, yaml_path=config_path, environment=environment))
     load = given.section(LoadOptions)
     name = load.name or (Path(load.trace).stem if load.trace else "capacity")
     job = _job(name, given, _flag_rules(given))
@@ -86,18 +91,24 @@ def as_folder_name(name: str) -> str:
 
 def _plan_jobs(file: JobsFile, flags: Mapping[str, object], environment: Mapping[str, str]) -> SearchPlan:
     above = resolve(SECTIONS, flags, yaml_path=None, environment=environment)
+    above = _without_what_the_search_sets(above)
     base = _with_flags(_defaults().override(file.base, file.source), above)
     flag_rules = _flag_rules(above)
-    jobs = []
-    for entry in file.jobs:
-        given = _defaults().override(
-            {**file.base, **entry.overrides, **entry.search}, f"{file.source} job {entry.name}"
-        )
-        given = _with_flags(given, above)
-        _refuse_what_the_search_sets(given)
-        jobs.append(_job(entry.name, given, flag_rules or file.rules))
+    jobs = tuple(_job_of_file(file, entry, above, flag_rules or file.rules) for entry in file.jobs)
     name = base.section(LoadOptions).name or file.path.stem
-    return SearchPlan(name, _folder(base, name, digest(str(file.path.resolve()))), tuple(jobs))
+    return SearchPlan(name, _folder(base, name, digest(str(file.path.resolve()))), jobs)
+
+
+def _job_of_file(file: JobsFile, entry: JobEntry, above: Resolved, rules: tuple[Rule, ...]) -> Job:
+    """One job; every UsageError names the file and the job."""
+    values = {**file.base, **entry.overrides, **entry.search}
+    try:
+        given = _with_flags(_defaults().override(values, f"{file.source} job {entry.name}"), above)
+        return _job(entry.name, _without_what_the_search_sets(given), rules)
+    except UsageError as error:
+        if str(error).startswith(str(file.path)):  # about an option, whose place says it already
+            raise
+        raise type(error)(f"{file.path} job {entry.name}: {error}") from None
 
 
 def _defaults() -> Resolved:
@@ -120,22 +131,43 @@ def _folder(given: Resolved, name: str, key: str) -> Path:
     return Path(given.section(LoadOptions).output_dir) / f"search-{as_folder_name(name)}-{key}"
 
 
-def _refuse_what_the_search_sets(given: Resolved) -> None:
+def _without_what_the_search_sets(given: Resolved) -> Resolved:
+    """The options with the defaults of SET_BY_THE_SEARCH. Raises OptionError where one was given for this search."""
     for name, why in SET_BY_THE_SEARCH.items():
-        if given.is_explicit(name):
+        if given.origins[name].startswith(ENVIRONMENT_PREFIX):
+            logger.info("%s is passed over: %s", given.place(name), why)
+            given = given.replace(name, _defaults().value(name), DEFAULT)
+        elif given.is_explicit(name):
             raise OptionError(f"{given.place(name)}: got {given.value(name)}, but {why}; leave it out")
+    return given
 
 
 def _job(name: str, given: Resolved, rules: tuple[Rule, ...]) -> Job:
     settings = _settings(given)
     if not rules and not settings.qps_list:
-        raise SlaError(f"job {name}: no limit to search by; give --sla ({EXAMPLE}), or --qps-list to run rates without")
+        raise SlaError(f"no limit to search by; give --sla ({EXAMPLE}), or --qps-list to run rates without")
     check_sampling(given)
-    trace = given.section(LoadOptions).trace
-    if trace is not None:
-        open_trace(trace)
     resolved = resolve_serve(given.replace("scheduler_port", 0, FREE_PORT))
+    _check_load(resolved)
     return Job(name, job_key(given), resolved, rules, settings)
+
+
+def _check_load(options: Resolved) -> None:
+    """Draw the requests as every trial will, so that what cannot be sent is refused before a server starts."""
+    deployment = deployment_of(options.section(EngineOptions))
+    info = TargetInfo(
+        model=deployment.served_model_name,
+        version=__version__,
+        block_length=deployment.options.block_length,
+        max_gen_len=deployment.max_gen_len,
+        max_model_len=deployment.max_model_len,
+        vocabulary_size=deployment.model.vocab_size,
+        reserved_token_ids=frozenset(deployment.model.reserved_token_ids),
+        num_workers=len(deployment.devices),
+        resolved_config_json="",
+        environment_json="",
+    )
+    draw_schedule(options.section(LoadOptions), options.section(SamplingOptions), info)
 
 
 def _settings(given: Resolved) -> SearchSettings:

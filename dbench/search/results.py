@@ -153,6 +153,7 @@ def trial_to_json(trial: StoredTrial) -> dict[str, Any]:
         "run_dir": trial.run_dir,
         "cached": trial.cached,
         "timed_out": trial.timed_out,
+        "stopped_early": trial.stopped_early,
     }
 
 
@@ -161,6 +162,7 @@ def rule_to_json(rule: RuleValue) -> dict[str, Any]:
         "rule": rule.rule,
         "value": plain(rule.value),
         "threshold": rule.threshold,
+        "unit": rule.unit,
         "passed": rule.passed,
         "margin": plain(rule.margin),
         "note": rule.note,

@@ -15,6 +15,8 @@ NUM_BLOCKS = 20
 NUM_BLOCKS_OF_FEW = 10
 FEW = 200
 """Fewer values than this are cut into NUM_BLOCKS_OF_FEW blocks."""
+VALUES_PER_BLOCK = 2
+"""At least; a line through fewer values than that says nothing of a trend."""
 
 MAX_CORRELATION = 0.9
 T_LIMIT = 1.73
@@ -64,13 +66,14 @@ def growth(intended_s: ArrayLike, values: ArrayLike) -> Growth | None:
 
     Least squares over the means of equal blocks against their mid times. The standard error of the slope is
     widened by sqrt((1 + r) / (1 - r)), r the lag-1 autocorrelation of the residuals within [0, 0.9]. Failed
-    requests (inf) are for other rules and left out. None for fewer values than blocks, or no time between them.
+    requests (inf or nan) are for other rules and left out. None for fewer than VALUES_PER_BLOCK values per block,
+    or no time between them.
     """
     times, finite = np.asarray(intended_s, np.float64), np.asarray(values, np.float64)
     known = np.isfinite(finite)
     times, finite = times[known], finite[known]
     num_blocks = NUM_BLOCKS if finite.size >= FEW else NUM_BLOCKS_OF_FEW
-    if finite.size < num_blocks or times[-1] <= times[0]:
+    if finite.size < VALUES_PER_BLOCK * num_blocks or times[-1] <= times[0]:
         return None
     mids = np.array([(part[0] + part[-1]) / 2 for part in np.array_split(times, num_blocks)])
     means = np.array([part.mean() for part in np.array_split(finite, num_blocks)])

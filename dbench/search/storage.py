@@ -1,11 +1,12 @@
 """The search as Optuna sees it: a journal file that survives kill -9, and a sampler that asks `capacity.py`.
 
-The only module that imports optuna.
+This module and `store.py` are the only ones that import optuna, and they use its public interface alone.
 """
 
 from __future__ import annotations
 
 import fcntl
+import json
 import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,10 +18,10 @@ import optuna
 from optuna.distributions import BaseDistribution, FloatDistribution
 from optuna.samplers import BaseSampler
 from optuna.storages import JournalStorage
-from optuna.storages.journal import JournalFileBackend
+from optuna.storages.journal import JournalFileBackend, JournalFileOpenLock
 from optuna.trial import FrozenTrial, TrialState
 
-from dbench.errors import RunError
+from dbench.errors import RunError, UsageError, one_line
 from dbench.progress import Verdict
 from dbench.search.capacity import SearchSettings, Tried, Try, next_step
 from dbench.search.space import HIGHEST_QPS, LOWEST_QPS
@@ -42,15 +43,14 @@ FORGIVEN = "forgiven"
 class FileLock:
     """An exclusive lock that the kernel takes back when its holder dies, however it dies.
 
-    Optuna's own locks are files: a process killed while it writes leaves one behind, and everyone else
-    waits for half a minute. Not for two threads of one process.
+    Not for two threads of one process.
     """
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._descriptor: int | None = None
 
-    def acquire(self) -> bool:
+    def acquire(self) -> None:
         descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o644)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX)
@@ -60,7 +60,6 @@ class FileLock:
                 f"{self._path}: this file system has no locks ({error.strerror}); use another --output-dir"
             ) from None
         self._descriptor = descriptor
-        return True
 
     def release(self) -> None:
         assert self._descriptor is not None, "released without being held"
@@ -68,17 +67,25 @@ class FileLock:
         self._descriptor = None
 
 
-class JournalLock(FileLock):
-    """The lock of a journal; taking it cuts off a line that a dying writer left unfinished."""
+class JournalLock(JournalFileOpenLock):
+    """The lock of a journal; taking it cuts off a line that a dying writer left unfinished.
+
+    Optuna's own lock is the existence of a file: a process killed while it writes leaves it behind, and everyone
+    else waits for half a minute.
+    """
 
     def __init__(self, journal: Path) -> None:
-        super().__init__(journal.with_name(journal.name + ".lock"))
+        super().__init__(str(journal))
+        self._kernel_lock = FileLock(journal.with_name(journal.name + ".lock"))
         self._journal = journal
 
     def acquire(self) -> bool:
-        super().acquire()
+        self._kernel_lock.acquire()
         cut_unfinished_line(self._journal)
         return True
+
+    def release(self) -> None:
+        self._kernel_lock.release()
 
 
 def cut_unfinished_line(path: Path) -> None:
@@ -94,8 +101,26 @@ def cut_unfinished_line(path: Path) -> None:
     logger.warning("%s: cut off %d bytes that a killed process had not finished writing", path, size - kept)
 
 
+def check_lines(path: Path) -> None:
+    """Every line of the journal is a JSON object. Raises UsageError naming the first that is not."""
+    for number, line in enumerate(path.read_bytes().splitlines(), start=1):
+        try:
+            is_operation = isinstance(json.loads(line), dict)
+        except ValueError:
+            is_operation = False
+        if not is_operation:
+            raise UsageError(_unreadable(path, f"line {number} is no operation of a study"))
+
+
+def _unreadable(path: Path, reason: str) -> str:
+    return (
+        f"{path}: the journal of the search cannot be read ({reason}); move it away and repeat the command: its "
+        "finished runs stand in jobs/ and are judged again"
+    )
+
+
 @contextmanager
-def held(lock: FileLock) -> Iterator[None]:
+def held(lock: FileLock | JournalLock) -> Iterator[None]:
     """Hold the lock for a while."""
     lock.acquire()
     try:
@@ -105,14 +130,17 @@ def held(lock: FileLock) -> Iterator[None]:
 
 
 def open_journal(path: Path) -> JournalStorage:
-    """The storage in this file, made if it is not there."""
+    """The storage in this file, made if it is not there. Raises UsageError when the file is something else."""
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.touch()
     lock = JournalLock(path)
     with held(lock):
-        pass  # cuts off an unfinished line before the first read
-    return JournalStorage(JournalFileBackend(str(path), lock_obj=lock))  # type: ignore[arg-type]
+        check_lines(path)  # after an unfinished one was cut off
+    try:
+        return JournalStorage(JournalFileBackend(str(path), lock_obj=lock))
+    except (ValueError, LookupError, TypeError) as error:  # operations that do not fit each other
+        raise UsageError(_unreadable(path, one_line(error))) from None
 
 
 class CapacitySampler(BaseSampler):

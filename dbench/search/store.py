@@ -11,12 +11,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import optuna
 from optuna.exceptions import UpdateFinishedTrialError
+from optuna.storages import JournalStorage
 from optuna.trial import FrozenTrial, TrialState
 
 from dbench.progress import Verdict
@@ -37,6 +38,7 @@ from dbench.search.storage import (
     running_rates,
     tried,
 )
+from dbench.search.verdict import TrialEnd
 
 logger = logging.getLogger(__name__)
 
@@ -56,6 +58,8 @@ class RuleValue:
     metric: str
     value: float
     threshold: float
+    unit: str
+    """'s' for a time, else nothing."""
     passed: bool
     margin: float
     note: str
@@ -72,12 +76,21 @@ class StoredTrial:
     """Why it failed or was invalid; empty for a pass."""
     rules: tuple[RuleValue, ...]
     hopeless: bool
-    timed_out: bool
+    end: TrialEnd
     cached: bool
     """Judged from a run that was there already."""
     run_dir: str
     """Relative to the search's folder."""
     key: str
+
+    @property
+    def timed_out(self) -> bool:
+        return self.end is TrialEnd.TIMEOUT
+
+    @property
+    def stopped_early(self) -> bool:
+        """Its values are lower bounds; a rule without one was not decided."""
+        return self.end is TrialEnd.STOPPED
 
     def tried(self) -> Tried:
         return Tried(self.qps, self.verdict, self.hopeless)
@@ -88,8 +101,9 @@ class Claim:
     """A rate that this process runs now."""
 
     number: int
-    trial_id: int
     qps: float
+    trial: optuna.Trial = field(repr=False, compare=False)
+    """For the store alone."""
 
 
 class TrialStore:
@@ -103,6 +117,7 @@ class TrialStore:
         self._settings = settings
         self._lock = FileLock(folder / "study.lock")
         self._owner: Owner | None = None
+        self._storage: JournalStorage | None = None
         self._study: optuna.Study | None = None
 
     @property
@@ -110,12 +125,12 @@ class TrialStore:
         return self._settings
 
     def open(self) -> None:
-        """Make or open the study."""
-        storage = open_journal(self._folder / "study.journal")
+        """Make or open the study. Raises UsageError when its file cannot be read."""
+        self._storage = open_journal(self._folder / "study.journal")
         self._owner = this_process()
         with held(self._lock):
             self._study = optuna.create_study(
-                storage=storage,
+                storage=self._storage,
                 study_name=self._study_name,
                 direction="maximize",
                 sampler=CapacitySampler(self._settings),
@@ -148,37 +163,38 @@ class TrialStore:
                 return step
             trial = study.ask({QPS: QPS_AXIS})
             trial.set_user_attr(LEASE, self._new_lease())
-            return Claim(trial.number, trial._trial_id, trial.params[QPS])
+            return Claim(trial.number, trial.params[QPS], trial)
 
     @contextmanager
     def renewing(self, claim: Claim) -> Iterator[None]:
         """Keep the claim's lease alive, from a thread, while the trial runs."""
-        storage = self._opened()._storage
-        with _repeating(lambda: storage.set_trial_user_attr(claim.trial_id, LEASE, self._new_lease())):
+        with _repeating(lambda: claim.trial.set_user_attr(LEASE, self._new_lease())):
             yield
 
     def finish(self, claim: Claim, trial: StoredTrial) -> None:
         """Store what the trial found. A trial whose lease was lost meanwhile is left to its new owner."""
-        storage = self._opened()._storage
-        try:
-            storage.set_trial_user_attr(claim.trial_id, RESULT, _to_json(trial))
-            storage.set_trial_user_attr(claim.trial_id, VERDICT, str(trial.verdict))
-            self._close_trial(claim.trial_id, trial.verdict, trial.qps)
-        except UpdateFinishedTrialError:
-            logger.warning(
-                "trial %d at %g QPS: another process took it over; its result counts", claim.number, claim.qps
-            )
+        study = self._opened()
+        with held(self._lock):
+            try:
+                claim.trial.set_user_attr(RESULT, _to_json(trial))
+            except UpdateFinishedTrialError:
+                logger.warning(
+                    "trial %d at %g QPS: another process took it over; its result counts", claim.number, claim.qps
+                )
+                return
+            claim.trial.set_user_attr(VERDICT, str(trial.verdict))
+            _close(study, claim.number, trial.verdict, trial.qps)
 
     def abandon(self, claim: Claim) -> None:
-        """Give the claim back: its rate will be run again."""
-        try:
-            self._opened()._storage.set_trial_state_values(claim.trial_id, TrialState.FAIL)
-        except UpdateFinishedTrialError:
-            logger.info("trial %d at %g QPS had already been taken over", claim.number, claim.qps)
+        """Give the claim back: its rate will be run again. Nothing happens where it was taken over meanwhile."""
+        study = self._opened()
+        with held(self._lock):
+            study.tell(claim.number, state=TrialState.FAIL, skip_if_finished=True)
 
     def start_qps(self) -> float | None:
         """The first rate, if it is known."""
-        studies = self._opened()._storage.get_all_studies()
+        assert self._storage is not None, "the store is not open"
+        studies = optuna.get_all_study_summaries(self._storage, include_best_trial=False)
         known = (s.user_attrs.get(START_QPS) for s in studies if s.study_name.startswith(self._prefix))
         return next((qps for qps in known if qps is not None), None)
 
@@ -221,17 +237,9 @@ class TrialStore:
             if lease is not None and not Lease.from_json(lease).is_over(time.time()):
                 continue  # without a lease its owner died between two lines of claim(), for we hold the lock
             if VERDICT in trial.user_attrs:
-                self._close_trial(trial._trial_id, Verdict(trial.user_attrs[VERDICT]), trial.params[QPS])
+                _close(study, trial.number, Verdict(trial.user_attrs[VERDICT]), trial.params[QPS])
             else:
-                study._storage.set_trial_state_values(trial._trial_id, TrialState.FAIL)
-
-    def _close_trial(self, trial_id: int, verdict: Verdict, qps: float) -> None:
-        storage = self._opened()._storage
-        if verdict is Verdict.INVALID:
-            storage.set_trial_state_values(trial_id, TrialState.FAIL)
-        else:
-            proven = qps if verdict is Verdict.PASS else 0.0
-            storage.set_trial_state_values(trial_id, TrialState.COMPLETE, [proven])
+                study.tell(trial.number, state=TrialState.FAIL)
 
     def _new_lease(self) -> dict[str, Any]:
         assert self._owner is not None, "the store is not open"
@@ -263,19 +271,26 @@ def _repeating(renew: Callable[[], None]) -> Iterator[None]:
         thread.join()
 
 
+def _close(study: optuna.Study, number: int, verdict: Verdict, qps: float) -> None:
+    """Give a trial that has a verdict its final state; the objective is the rate that it proved."""
+    if verdict is Verdict.INVALID:
+        study.tell(number, state=TrialState.FAIL)
+    else:
+        study.tell(number, qps if verdict is Verdict.PASS else 0.0, state=TrialState.COMPLETE)
+
+
 def _stored(trial: FrozenTrial) -> StoredTrial:
     record = dict(trial.user_attrs[RESULT])
+    end = TrialEnd(record.pop("end"))
     rules = tuple(
         RuleValue(**{**r, "value": float(r["value"]), "margin": float(r["margin"])}) for r in record.pop("rules")
     )
     verdict = Verdict(trial.user_attrs[VERDICT])
-    return StoredTrial(trial.number, trial.params[QPS], verdict, rules=rules, **record)
+    return StoredTrial(number=trial.number, qps=trial.params[QPS], verdict=verdict, rules=rules, end=end, **record)
 
 
 def _to_json(trial: StoredTrial) -> dict[str, Any]:
     """Everything that the study does not know itself; infinities as text."""
-    kept = {
-        f.name: getattr(trial, f.name) for f in fields(trial) if f.name not in ("number", "qps", "verdict", "rules")
-    }
+    kept = {name: value for name, value in asdict(trial).items() if name not in ("number", "qps", "verdict")}
     rules = [{**asdict(r), "value": str(r.value), "margin": str(r.margin)} for r in trial.rules]
     return {**kept, "rules": rules}

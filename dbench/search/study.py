@@ -18,11 +18,11 @@ from dbench.progress import RuleProgress, RunProgress, SearchProgress, TrialProg
 from dbench.search.capacity import Stop, Wait, bracket_of, in_range, next_step
 from dbench.search.files import JOBS, write_job_plots, write_results
 from dbench.search.keys import digest
-from dbench.search.objective import Interrupted, Objective, TrialRunner
-from dbench.search.pin import pinned
+from dbench.search.objective import Interrupted, Objective, TrialRunner, going_on
 from dbench.search.plan import Job, SearchPlan
 from dbench.search.results import ERROR, INTERRUPTED, RUNNING, JobResult, SearchResults
-from dbench.search.store import Claim, StoredTrial, TrialStore
+from dbench.search.store import Claim, RuleValue, StoredTrial, TrialStore
+from dbench.search.stored import pinned
 
 logger = logging.getLogger(__name__)
 
@@ -93,8 +93,8 @@ class _Search:
         return self._write()
 
     def _job_search(self, job: Job) -> _JobSearch:
-        kept = pinned(job, self._plan.folder / JOBS / job.folder_name)
-        return _JobSearch(kept, self._plan, self._tools, self._on_progress, self._keep)
+        options = pinned(job.options, self._plan.folder / JOBS / job.folder_name)
+        return _JobSearch(replace(job, options=options), self._plan, self._tools, self._on_progress, self._keep)
 
     def _run_job(self, search: _JobSearch) -> bool:
         """Whether the job is over; False while another process runs a trial of it."""
@@ -112,7 +112,8 @@ class _Search:
         if result is None:
             return False
         self._keep(result)
-        self._tools.plots(self._write(), result)
+        with going_on(f"job {search.job.name}: its figures are not complete"):
+            self._tools.plots(self._write(), result)
         return True
 
     def _keep(self, result: JobResult) -> None:
@@ -241,10 +242,21 @@ class _JobSearch:
             number=trial.number,
             qps=trial.qps,
             verdict=trial.verdict,
-            rules=tuple(RuleProgress(r.rule, r.value, r.threshold, r.passed) for r in trial.rules),
+            rules=tuple(_rule_progress(rule) for rule in trial.rules),
             reason=trial.reason,
             cached=trial.cached or trial.number in self._stored_numbers,
         )
+
+
+def _rule_progress(rule: RuleValue) -> RuleProgress:
+    return RuleProgress(
+        rule=rule.rule,
+        value=rule.value,
+        threshold=rule.threshold,
+        unit=rule.unit,
+        passed=rule.passed,
+        margin=rule.margin,
+    )
 
 
 def _show_nothing(progress: SearchProgress) -> None:

@@ -39,6 +39,7 @@ STYLES = {
     Verdict.FAIL: "red",
     Verdict.INVALID: "yellow",
     Verdict.UNJUDGED: "",
+    Verdict.UNDECIDED: "yellow",
     Verdict.RUNNING: "",
 }
 
@@ -136,6 +137,8 @@ def _short_reason(trial: StoredTrial) -> str:
     """What the values do not say."""
     is_said_by_the_values = trial.verdict is Verdict.FAIL and any(not rule.passed for rule in trial.rules)
     reason = "" if is_said_by_the_values and not trial.timed_out else trial.reason
+    if is_said_by_the_values and trial.stopped_early:
+        reason = "stopped early"
     return ", ".join(filter(None, (reason, "cached" if trial.cached else "")))
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from dbench.errors import ServerStartError
 from dbench.events import SCHEMA_VERSION, Event, RequestDone, RequestSent, RunEnded, RunStarted
 from dbench.load.driver import EXIT_CODES, RunResult
+from dbench.load.stop import StopRule
 from dbench.options import LoadOptions
 from dbench.progress import RunPhase, RunProgress
 from dbench.search.objective import OnRun
@@ -31,6 +32,8 @@ class Requests:
     lag_s: float = 0.0
     num_failed: int = 0
     """The first requests after the warm-up end as ERROR."""
+    growth_s: float = 0.0
+    """By how much each request takes longer than the one before."""
 
 
 Behaviour = Callable[[float], Requests]
@@ -55,7 +58,7 @@ class ScriptedRunner:
     delay_s: float = 0.0
     num_closed: int = 0
 
-    def run(self, load: LoadOptions, run_dir: Path, on_progress: OnRun) -> RunResult:
+    def run(self, load: LoadOptions, run_dir: Path, on_progress: OnRun, stop: StopRule) -> RunResult:
         qps = 0.0 if load.concurrency is not None else load.qps
         self.ran.append(qps)
         if self.log is not None:
@@ -67,7 +70,11 @@ class ScriptedRunner:
         reason = reasons.pop(0) if reasons else "complete"
         if reason == "error":
             raise ServerStartError("no worker became ready")
-        write_run(run_dir, run_events(qps, load.num_requests, self.behaviour(qps), reason))
+        requests = self.behaviour(qps)
+        if reason == "stopped":
+            write_run(run_dir, stopped_events(qps, load.num_requests, requests.latency_s))
+        else:
+            write_run(run_dir, run_events(qps, load.num_requests, requests, reason))
         return RunResult(run_dir, reason, EXIT_CODES[reason], f"scripted {reason}" if reason != "complete" else "")
 
     def close(self) -> None:
@@ -81,7 +88,8 @@ def run_events(qps: float, num_requests: int, requests: Requests, reason: str = 
     events: list[Event] = [RunStarted(100.0, "client", 0.0, SCHEMA_VERSION, num_requests, qps)]
     for index in range(num_requests):
         intended_s, name = 100.0 + index * gap_s, f"r{index}"
-        sent_s, done_s = intended_s + requests.lag_s, intended_s + requests.lag_s + requests.latency_s
+        sent_s = intended_s + requests.lag_s
+        done_s = sent_s + requests.latency_s + index * requests.growth_s
         events.append(RequestSent(sent_s, "client", name, index, "measured", intended_s, 64, 32))
         if reason != "complete" and index == num_requests - 1:
             continue
@@ -90,6 +98,29 @@ def run_events(qps: float, num_requests: int, requests: Requests, reason: str = 
         events.append(RequestDone(done_s, "client", name, status, tokens, 4, intended_s + 0.1, "", ""))
     events.append(RunEnded(100.0 + num_requests * gap_s + 10, "client", reason, ""))
     return events
+
+
+STOPPED_AFTER = 7
+"""Requests that a scripted run has sent when it is stopped early."""
+STOPPED_AGE_S = 1.5
+"""How long the last of them has then been in the system."""
+
+
+def stopped_events(
+    qps: float, num_requests: int, latency_s: float, *, num_sent: int = STOPPED_AFTER, last_age_s: float = STOPPED_AGE_S
+) -> list[Event]:
+    """A run that was stopped early, like run_events until then; what was in the system is cancelled."""
+    stop_s = 100.0 + (num_sent - 1) / qps + last_age_s
+    sent = {f"r{index}" for index in range(num_sent)}
+    kept: list[Event] = []
+    for event in run_events(qps, num_requests, Requests(latency_s)):
+        if isinstance(event, RequestSent | RequestDone) and event.request_id not in sent:
+            continue
+        if isinstance(event, RequestDone) and event.at_s > stop_s:
+            event = RequestDone(stop_s, "client", event.request_id, "CANCELLED", 0, 0, None, "the run was stopped", "")
+        if not isinstance(event, RunEnded):
+            kept.append(event)
+    return [*kept, RunEnded(stop_s, "client", "stopped", "a rule was lost")]
 
 
 def plan(folder: Path, **flags: object) -> SearchPlan:

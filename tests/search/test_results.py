@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,10 +10,10 @@ import pytest
 from dbench.errors import UsageError
 from dbench.search.capacity import StopReason
 from dbench.search.files import write_job_plots
-from dbench.search.pin import pinned
 from dbench.search.reevaluate import reevaluate
 from dbench.search.results import ERROR, INTERRUPTED, REEVALUATED, RUNNING, SearchResults
 from dbench.search.sla import parse_rules
+from dbench.search.stored import pinned
 from dbench.search.summary import REASONS, result_lines, result_text
 from tests.search.builders import Requests, ScriptedRunner, only_job, plan, rates, search, sustains
 
@@ -116,13 +115,12 @@ def test_what_cannot_be_judged_again_is_refused(tmp_path: Path, sla: tuple[str, 
 def test_values_of_the_moment_stay_those_of_the_first_command(tmp_path: Path) -> None:
     job = plan(tmp_path).jobs[0]
     pages = job.options.value("kv_max_pages")
-    assert pinned(job, tmp_path / "job").options.value("kv_max_pages") == pages
+    assert pinned(job.options, tmp_path / "job").value("kv_max_pages") == pages
     with_less_memory = job.options.replace("kv_max_pages", 5, "auto: less memory")
-    later = pinned(replace(job, options=with_less_memory), tmp_path / "job")
-    assert later.options.value("kv_max_pages") == pages
+    assert pinned(with_less_memory, tmp_path / "job").value("kv_max_pages") == pages
 
 
 def test_values_that_were_given_are_not_pinned(tmp_path: Path) -> None:
     job = plan(tmp_path, kv_max_pages=5000).jobs[0]
-    assert pinned(job, tmp_path / "job").options.value("kv_max_pages") == 5000
+    assert pinned(job.options, tmp_path / "job").value("kv_max_pages") == 5000
     assert json.loads((tmp_path / "job" / "job.json").read_text())["filled_in"] == {}

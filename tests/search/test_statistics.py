@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from dbench.quantiles import quantile
 from dbench.search.sla import parse_rule
-from dbench.search.statistics import NUM_BLOCKS, NUM_BLOCKS_OF_FEW, growth, is_lost, max_beyond
+from dbench.search.statistics import Growth, growth, is_lost, max_beyond
 
 
 @given(st.lists(st.integers(0, 5), min_size=1, max_size=300), st.sampled_from([0.5, 0.9, 0.95, 0.99, 0.07]))
@@ -74,21 +74,35 @@ def test_a_slow_wave_is_no_growth() -> None:
     assert not found.breaks(threshold=1.0)
 
 
-def test_the_error_of_a_hand_worked_line() -> None:
-    times = np.arange(10.0)
-    values = np.array([0, 1, 0, 1, 0, 1, 0, 1, 0, 1.0])
-    slope = float((times - 4.5) @ values) / 82.5
-    residuals = values - values.mean() - slope * (times - 4.5)
-    error = math.sqrt(float(residuals @ residuals) / 8 / 82.5)  # alternating: r < 0 counts as 0
-    found = growth(times, values)
+def trend_of_blocks(means: list[float]) -> Growth:
+    """Of two equal values per block, one second apart: blocks are two seconds apart, and sum (x - mean x)^2 = 330."""
+    found = growth(np.arange(20.0), np.repeat(means, 2))
     assert found is not None
-    assert found.t == pytest.approx(slope / error)
+    return found
+
+
+def test_the_error_of_a_hand_worked_zigzag() -> None:
+    # sum (x - mean x) y = 5, so the slope is 5/330. The squared residuals sum up to 2.5 - 25/330 = 80/33, the error of
+    # the slope is sqrt(80/33 / 8 / 330) = 1/33. Neighbours differ in sign: r < 0 counts as 0.
+    found = trend_of_blocks([0, 1] * 5)
+    assert found.t == pytest.approx((5 / 330) / (1 / 33))
+    assert found.rise == pytest.approx(19 * 5 / 330)
+
+
+def test_the_error_of_a_hand_worked_step_is_widened_by_its_correlation() -> None:
+    # slope 25/330; residuals 6 1 -4 -9 -14 14 9 4 -1 -6, each / 33: squares 660, neighbours' products 132, so r = 0.2.
+    # Error of the slope: sqrt(660/1089 / 8 / 330) = 1/66, times sqrt(1.2 / 0.8).
+    found = trend_of_blocks([0.0] * 5 + [1.0] * 5)
+    assert found.t == pytest.approx((25 / 330) / (1 / 66) / math.sqrt(1.5))
+    assert found.rise == pytest.approx(19 * 25 / 330)
+    assert found.breaks(threshold=5.7)
+    assert not found.breaks(threshold=5.8)
 
 
 @given(st.integers(0, 300), st.floats(0, 10))
-def test_any_number_of_values_has_a_trend_or_none(count: int, value: float) -> None:
+def test_two_values_per_block_have_a_trend(count: int, value: float) -> None:
     found = growth(np.arange(count), np.full(count, value))
-    assert (found is None) is (count < (NUM_BLOCKS if count >= 200 else NUM_BLOCKS_OF_FEW))
+    assert (found is None) is (count < 20)
     assert found is None or not found.breaks(threshold=1.0)
 
 

@@ -15,6 +15,7 @@ import optuna
 import pytest
 
 from dbench.load.driver import RunResult
+from dbench.load.stop import StopRule
 from dbench.options import LoadOptions
 from dbench.progress import Verdict
 from dbench.search.capacity import SearchSettings, Stop, StopReason, Wait
@@ -23,6 +24,7 @@ from dbench.search.objective import OnRun
 from dbench.search.results import JobResult
 from dbench.search.storage import LEASE, CapacitySampler, cut_unfinished_line, open_journal
 from dbench.search.store import Claim, RuleValue, StoredTrial, TrialStore
+from dbench.search.verdict import TrialEnd
 from tests.search.builders import ScriptedRunner, only_job, plan, rates, search, sustains
 
 CAPACITY = 3.5
@@ -42,8 +44,28 @@ def claimed(store: TrialStore) -> Claim:
 
 
 def outcome(claim: Claim, verdict: Verdict) -> StoredTrial:
-    rule = RuleValue("request_e2e_time:p90<=1s", "request_e2e_time:p90", float("inf"), 1.0, False, float("-inf"), "")
-    return StoredTrial(claim.number, claim.qps, verdict, "why", (rule,), False, False, False, "runs/1", "k")
+    rule = RuleValue(
+        rule="request_e2e_time:p90<=1s",
+        metric="request_e2e_time:p90",
+        value=float("inf"),
+        threshold=1.0,
+        unit="s",
+        passed=False,
+        margin=float("-inf"),
+        note="",
+    )
+    return StoredTrial(
+        number=claim.number,
+        qps=claim.qps,
+        verdict=verdict,
+        reason="why",
+        rules=(rule,),
+        hopeless=False,
+        end=TrialEnd.TIMEOUT,
+        cached=False,
+        run_dir="runs/1",
+        key="k",
+    )
 
 
 def test_a_trial_comes_back_as_it_was_stored(tmp_path: Path) -> None:
@@ -175,11 +197,11 @@ class DyingRunner(ScriptedRunner):
 
     deadly_run = 3
 
-    def run(self, load: LoadOptions, run_dir: Path, on_progress: OnRun) -> RunResult:
+    def run(self, load: LoadOptions, run_dir: Path, on_progress: OnRun, stop: StopRule) -> RunResult:
         if len(self.ran) + 1 == self.deadly_run:
             (run_dir / "events.jsonl").write_text('{"kind":"request_se')
             die()
-        return super().run(load, run_dir, on_progress)
+        return super().run(load, run_dir, on_progress, stop)
 
 
 def killed_in_a_run(folder: Path) -> None:
