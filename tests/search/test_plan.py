@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from pathlib import Path
 from typing import Any
@@ -74,6 +75,27 @@ def test_flags_and_environment_stand_above_the_file(tmp_path: Path) -> None:
     assert [job.rules for job in found.jobs] == [(parse_rule("error_rate<=0.5"),)] * 2
 
 
+@pytest.mark.parametrize(
+    ("variable", "value", "name", "default"),
+    [("DBENCH_SERVER", "127.0.0.1:1", "server", None), ("DBENCH_QPS", "7", "qps", 1.0)],
+)
+@pytest.mark.parametrize("text", [None, JOBS])
+def test_variables_that_are_meant_for_other_commands_are_passed_over(
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    variable: str,
+    value: str,
+    name: str,
+    default: object,
+    text: str | None,
+) -> None:
+    with caplog.at_level(logging.INFO):
+        found = plan(tmp_path, text, {variable: value}, sla=["error_rate<=0.5"])
+    assert [job.options.value(name) for job in found.jobs] == [default] * len(found.jobs)
+    assert [record.message.partition(":")[0] for record in caplog.records] == [f"{variable} is passed over"]
+    assert found.folder == plan(tmp_path, text, sla=["error_rate<=0.5"]).folder
+
+
 def test_a_job_without_rates_takes_those_of_the_search(tmp_path: Path) -> None:
     text = "search: {qps_list: [1, 2]}\njobs:\n  - name: a\n  - {name: b, start_qps: 1}\nsla: ['error_rate<=0.1']\n"
     a, b = plan(tmp_path, text).jobs
@@ -115,6 +137,12 @@ def test_a_changed_trace_file_is_another_search(tmp_path: Path) -> None:
         ({"qps_list": "1,9", "max_qps_cap": "4"}, OptionError, "--qps-list: got 9, above max_qps_cap 4"),
         ({"sla": ["error_rate<=1"], "trace": "arxive"}, TraceError, "did you mean 'arxiv'"),
         ({"sla": ["error_rate<=1"], "model": "/no/such/dir"}, UsageError, "/no/such/dir"),
+        ({"sla": ["error_rate<=1"], "length_type": "trace"}, OptionError, "no trace is given"),
+        ({"sla": ["error_rate<=1"], "trace": "arxiv", "length_type": "fixed"}, OptionError, "length_type is fixed"),
+        ({"sla": ["error_rate<=1"], "length_scale": 0.5}, OptionError, "need a trace"),
+        ({"sla": ["error_rate<=1"], "max_total_tokens": 8192, "max_model_len": 512}, OptionError, "is 8192"),
+        ({"sla": ["error_rate<=1"], "gen_tokens": 600, "max_model_len": 512}, TraceError, "generates 608 tokens"),
+        ({"sla": ["error_rate<=1"], "gen_tokens": 64, "max_gen_len": 32}, TraceError, "max_gen_len 32"),
     ],
 )
 def test_a_command_that_cannot_be_run_is_refused_at_once(
@@ -153,6 +181,15 @@ def test_a_command_that_cannot_be_run_is_refused_at_once(
             "sla[0]: got nothing of request_e2e_time",
         ),
         ("jobs: [a]\n", "jobs[0]: got 'a', wanted lines of 'key: value'"),
+        (
+            "jobs: [{name: a, qps_list: [1]}, {name: b, qps_list: [1], benchmark_overrides: {model: /no/such/dir}}]\n",
+            "search.yaml job b: ",
+        ),
+        (
+            "jobs: [{name: a, qps_list: [1], benchmark_overrides: {trace: arxive}}]\n",
+            "search.yaml job a: unknown trace 'arxive'",
+        ),
+        ("jobs: [{name: a}]\n", "search.yaml job a: no limit to search by"),
     ],
 )
 def test_a_wrong_file_of_jobs_is_refused_with_its_place(tmp_path: Path, text: str, said: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from dbench.search.results import ERROR, INTERRUPTED, REEVALUATED, RUNNING, Sear
 from dbench.search.sla import parse_rules
 from dbench.search.stored import pinned
 from dbench.search.summary import REASONS, result_lines, result_text
+from dbench.search.verdict import STOPPED_NOTE
 from tests.search.builders import Requests, ScriptedRunner, only_job, plan, rates, search, sustains
 
 
@@ -110,6 +112,68 @@ def test_judging_again_by_the_same_limits_gives_the_same_result(tmp_path: Path) 
 def test_what_cannot_be_judged_again_is_refused(tmp_path: Path, sla: tuple[str, ...], said: str) -> None:
     with pytest.raises(UsageError, match=said):
         reevaluate(tmp_path, parse_rules(sla))
+
+
+def test_a_stopped_trial_shows_what_its_value_is_at_least(tmp_path: Path) -> None:
+    # at 4 QPS one of the three judged requests has taken its 2 s, the others are 1.75 and 1.5 s old
+    runner = ScriptedRunner(lambda qps: Requests(0.5 if qps < 4 else 2.0), endings={4.0: ["stopped"]})
+    results = search(plan(tmp_path, min_search_granularity_pct=50), runner)
+    lines = result_lines(results)
+    assert ["4", "fail", "1.75", "-75.0%", "-", "-", "stopped", "early"] in [line.split() for line in lines]
+    assert any(STOPPED_NOTE in line for line in lines)
+    write_job_plots(results, only_job(results))
+    (plots,) = results.folder.glob("jobs/*/plots")
+    with (plots / "error_rate_vs_qps.csv").open(newline="") as file:
+        assert [row["qps"] for row in csv.DictReader(file)] == ["1", "2", "2.82843"]
+    assert "first fail, 4 QPS (stopped early)" in (plots / "latency_cdfs.csv").read_text()
+
+
+def test_judged_again_a_stopped_trial_is_undecided_where_its_part_does_not_decide(tmp_path: Path) -> None:
+    runner = ScriptedRunner(sustains(3.5), endings={4.0: ["stopped"]})
+    first = search(plan(tmp_path, min_search_granularity_pct=50), runner)
+    job = only_job(reevaluate(first.folder, parse_rules(["request_e2e_time:p90<=5s"])))
+    assert [(t.qps, str(t.verdict)) for t in job.trials] == [
+        (1, "pass"),
+        (2, "pass"),
+        (4, "undecided"),
+        (2.82843, "pass"),
+    ]
+    assert (job.capacity, job.bracket.lowest_fail, job.reason) == (2.82843, None, "reevaluated")
+    assert any("undecided" in line for line in result_lines(SearchResults("x", first.folder, (job,))))
+
+
+BROKEN = {
+    "runs/1/trial_result.json": "remove its folder, and the rate is run again",
+    "job_summary.json": "the command of the search writes it again",
+}
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", "{}", '{"qps": "fast"}', "\udc80"])
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_broken_file_of_a_search_is_one_line_with_what_to_do(tmp_path: Path, name: str, content: str) -> None:
+    folder = finished(tmp_path).folder
+    path = next(folder.glob(f"jobs/*/{name}"))
+    path.write_text(content, encoding="utf-8", errors="surrogateescape")
+    with pytest.raises(UsageError) as caught:
+        reevaluate(folder, parse_rules(["error_rate<=1"]))
+    message = str(caught.value)
+    assert message.startswith(f"{path}: cannot be read (")
+    assert message.endswith(BROKEN[name])
+    assert "\n" not in message
+
+
+def test_a_broken_trial_is_an_error_of_the_job_that_needs_it(tmp_path: Path) -> None:
+    folder = finished(tmp_path).folder
+    next(folder.glob("jobs/*/runs/1/trial_result.json")).write_text("{")
+    job = only_job(finished(tmp_path, sla=["request_e2e_time:p50<=1s"]))
+    assert job.reason == ERROR
+    assert "runs/1/trial_result.json: cannot be read" in job.error
+
+
+def test_a_broken_record_of_values_of_the_moment_says_what_to_remove(tmp_path: Path) -> None:
+    next(finished(tmp_path).folder.glob("jobs/*/job.json")).write_text("[]")
+    with pytest.raises(UsageError, match=r"job\.json: cannot be read .* remove the job's folder"):
+        finished(tmp_path)
 
 
 def test_values_of_the_moment_stay_those_of_the_first_command(tmp_path: Path) -> None:

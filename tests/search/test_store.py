@@ -14,6 +14,7 @@ from pathlib import Path
 import optuna
 import pytest
 
+from dbench.errors import UsageError
 from dbench.load.driver import RunResult
 from dbench.load.stop import StopRule
 from dbench.options import LoadOptions
@@ -161,6 +162,36 @@ def test_an_unfinished_line_is_cut_off(tmp_path: Path) -> None:
         file.write(b'{"op_code": 4, "study')
     assert claimed(open_store(tmp_path)).qps == 2
     assert claimed_rates(tmp_path) == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (b"not JSON\n", "line 1 is no operation of a study"),
+        (b'{"op_code": 4}\n[1]\n', "line 2 is no operation of a study"),
+        (b"\xff\xfe\n", "line 1 is no operation of a study"),
+        (b'{"some": "thing"}\n', "op_code"),
+        (b'{"op_code": 4, "worker_id": "w", "trial_id": 7}\n', ""),
+    ],
+)
+def test_a_broken_journal_is_one_line_that_says_what_to_do(tmp_path: Path, content: bytes, reason: str) -> None:
+    (tmp_path / "study.journal").write_bytes(content)
+    with pytest.raises(UsageError) as caught:
+        open_store(tmp_path)
+    message = str(caught.value)
+    assert message.startswith(f"{tmp_path / 'study.journal'}: the journal of the search cannot be read (")
+    assert reason in message
+    assert "move it away and repeat the command" in message
+    assert "\n" not in message
+
+
+def test_without_its_journal_a_search_judges_its_finished_runs_again(tmp_path: Path) -> None:
+    first = only_job(search(plan(tmp_path), ScriptedRunner(sustains(CAPACITY))))
+    (plan(tmp_path).folder / "study.journal").unlink()
+    runner = ScriptedRunner(sustains(CAPACITY))
+    again = only_job(search(plan(tmp_path), runner))
+    assert runner.ran == []
+    assert (rates(again), again.capacity) == (rates(first), first.capacity)
 
 
 @pytest.mark.parametrize(("before", "after"), [(b"", b""), (b"a\n", b"a\n"), (b"a\nbc", b"a\n"), (b"abc", b"")])
