@@ -69,6 +69,7 @@ class LoadDrawn(Event):
     num_warmup: int
     notes: tuple[str, ...]
     """Lines that the report must show."""
+    checks_answers: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +85,8 @@ class RequestSent(Event):
     intended_s: float
     num_prompt_tokens: int
     gen_length: int
+    task: str = ""
+    """The kind of problem that it asks, if it asks one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +104,10 @@ class RequestDone(Event):
     error: str
     token_ids_sha256: str
     """Of the generated ids as decimal text joined by commas; empty unless COMPLETED."""
+    answer_is_right: bool | None = None
+    """False also for a request that did not complete; None where answers are not checked."""
+    answer_text: str = ""
+    """What was answered, where that is wrong."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from dbench.errors import RunError, SlaError, unknown_name
 from dbench.measure.blocks import block_times
 from dbench.measure.run_data import COMPLETED, RunData, load_run
-from dbench.measure.summary import Distribution, RunSummary, lag_limit, summarize
+from dbench.measure.summary import Distribution, RunSummary, Score, checks_answers, lag_limit, summarize
 from dbench.measure.workers import (
     pending_mean,
     pending_quantile,
@@ -51,6 +51,8 @@ __all__ = [
     "Distribution",
     "RunData",
     "RunSummary",
+    "Score",
+    "accuracy",
     "batch_table",
     "block_table",
     "error_rate",
@@ -89,6 +91,8 @@ def request_table(data: RunData) -> pd.DataFrame:
             "index": raw["index"],
             "status": raw["status"],
             "error": raw["error"],
+            "task": raw["task"],
+            "answer_is_right": raw["answer_is_right"],
             "intended_time": raw["intended_s"] - data.window.start_s,
             "completion_time": raw["done_s"] - data.window.start_s,
             "num_block_retries": raw["num_block_retries"],
@@ -199,6 +203,18 @@ def error_rate(data: RunData, warmup_share: float = WARMUP_SHARE) -> float:
     """The share of judged requests that did not complete."""
     judged_window(data, warmup_share)
     return float((judged_requests(data, warmup_share)["status"] != COMPLETED).mean())
+
+
+def accuracy(data: RunData, warmup_share: float = WARMUP_SHARE) -> float:
+    """The share of judged requests whose answer is right; one that did not complete has a wrong answer.
+
+    Raises RunError for a run that did not check its answers.
+    """
+    judged_window(data, warmup_share)
+    if not checks_answers(data):
+        raise RunError(f"{data.run_dir}: accuracy is unknown, the run did not check answers; add --check-answers")
+    judged = judged_requests(data, warmup_share)
+    return int(judged["answer_is_right"].sum()) / len(judged)
 
 
 def goodput(

@@ -40,6 +40,7 @@ def summary_lines(summary: RunSummary, folder: Path) -> list[str]:
         ("first block", _distribution(summary.time_to_first_block)),
         ("rate", _rates(summary)),
         ("tokens", _tokens(summary)),
+        ("answers", _answers(summary)),
         ("send lag", _distribution(summary.lag)),
         ("load", "; ".join(part for part in (summary.arrivals, summary.lengths, *_changes(summary)) if part)),
         ("rule", _rule(summary)),
@@ -97,6 +98,17 @@ def _tokens(summary: RunSummary) -> str:
     if summary.tokens_per_forward_pass is not None:
         parts.append(f"{summary.tokens_per_forward_pass:.2f} per forward pass")
     return ", ".join(parts)
+
+
+def _answers(summary: RunSummary) -> str:
+    """How many were right, in all and of each kind."""
+    if summary.answers is None:
+        return ""
+    score = summary.answers
+    text = f"{score.accuracy:.1%} right ({score.num_right} of {score.num_asked}"
+    text += ", failed ones count as wrong)" if summary.num_successful < score.num_asked else ")"
+    tasks = (f"{name} {of.num_right}/{of.num_asked}" for name, of in summary.answers_by_task.items())
+    return f"{text}: {', '.join(tasks)}"
 
 
 def _changes(summary: RunSummary) -> list[str]:

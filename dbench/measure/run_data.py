@@ -5,6 +5,7 @@ below, then one column per entry of REQUEST_METRICS. Moments are seconds of the 
 
     request_id, index, status, error, start_s (t = 0), intended_s, sent_s, done_s, first_block_s,
     num_prompt_tokens, gen_length, num_gen_tokens, num_forward_passes,
+    task (None for a request that asks no problem), answer_is_right (missing where answers are not checked),
     and over its finished blocks (NaN without any): num_blocks, num_block_retries, first_block_queue_s,
     scheduling_delay_prefill_s, scheduling_delay_decode_s, prefill_s, decode_s, kv_transfer_s,
     kv_transfer_nonoverlapped_s, mean_gap_s, mean_tokens_per_pass
@@ -183,6 +184,8 @@ def _client_requests(log: EventLog) -> pd.DataFrame:
             "gen_length": np.array([e.gen_length for e in sent], dtype=np.int64),
             "num_gen_tokens": np.array([e.num_gen_tokens if e else None for e in ends], dtype=np.float64),
             "num_forward_passes": np.array([e.num_forward_passes if e else None for e in ends], dtype=np.float64),
+            "task": pd.Series([e.task or None for e in sent], dtype=object),
+            "answer_is_right": pd.Series([e.answer_is_right if e else None for e in ends], dtype="boolean"),
         }
     )
 
@@ -207,6 +210,8 @@ def _server_requests(log: EventLog) -> pd.DataFrame:
             "gen_length": np.array([e.gen_length for e in arrived], dtype=np.int64),
             "num_gen_tokens": np.array([e.num_gen_tokens if e else None for e in ends], dtype=np.float64),
             "num_forward_passes": np.array([e.num_forward_passes if e else None for e in ends], dtype=np.float64),
+            "task": pd.Series([None] * len(arrived), dtype=object),
+            "answer_is_right": pd.Series([None] * len(arrived), dtype="boolean"),
         }
     )
 

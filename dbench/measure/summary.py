@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import numpy as np
 import pandas as pd
@@ -27,6 +28,16 @@ class Distribution:
     p90: float
     p99: float
     max: float
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """How many answers were right; a request that failed or never ended counts as a wrong one."""
+
+    num_right: int
+    num_asked: int
+    accuracy: float
+    """Their ratio."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +97,10 @@ class RunSummary:
     num_repeated: int | None
     """Requests drawn from a row of the trace that an earlier one had used."""
     notes: tuple[str, ...]
+    answers: Score | None = None
+    """Of all sent requests; None where answers were not checked."""
+    answers_by_task: Mapping[str, Score] = field(default_factory=dict)
+    """Kind of problem -> the same of its requests; empty where answers were not checked."""
 
 
 def summarize(data: RunData) -> RunSummary:
@@ -138,7 +153,23 @@ def summarize(data: RunData) -> RunSummary:
         num_shortened=load.num_shortened if load else None,
         num_repeated=load.num_repeated if load else None,
         notes=load.notes if load else (),
+        answers=_score(requests) if checks_answers(data) else None,
+        answers_by_task=_scores_by_task(requests) if checks_answers(data) else {},
     )
+
+
+def checks_answers(data: RunData) -> bool:
+    """Whether the run compared what it got with what is right."""
+    return data.load is not None and data.load.checks_answers and len(data.requests) > 0
+
+
+def _scores_by_task(requests: pd.DataFrame) -> dict[str, Score]:
+    return {str(task): _score(rows) for task, rows in requests.groupby("task", sort=True)}
+
+
+def _score(requests: pd.DataFrame) -> Score:
+    num_right, num_asked = int(requests["answer_is_right"].sum()), len(requests)
+    return Score(num_right, num_asked, num_right / num_asked)
 
 
 def lag_limit(median_latency: float | None) -> float:
