@@ -280,8 +280,6 @@ EVENT_TYPES: dict[str, type[Event]] = {
 CHUNK_LINES = 100
 """Read at a time."""
 
-_AS_THEY_ARE = frozenset((float, int, bool, type(None)))
-
 FIELD_NAMES: dict[str, tuple[str, ...]] = {kind: tuple(f.name for f in fields(t)) for kind, t in EVENT_TYPES.items()}
 """Kind -> fields; dataclasses.asdict copies deeply and takes four times as long for a block."""
 
@@ -292,6 +290,21 @@ _MOMENT_NAMES = {
     kind: tuple(name for name in names if name.endswith("_s") and name != "unix_s")
     for kind, names in FIELD_NAMES.items()
 }
+
+
+
+def _names_of(type_name: str) -> dict[str, tuple[str, ...]]:
+    """Kind -> fields whose annotation begins with this."""
+    return {
+        kind: tuple(f.name for f in fields(t) if str(f.type).startswith(type_name)) for kind, t in EVENT_TYPES.items()
+    }
+
+
+_NUMBER_NAMES = _names_of("float")
+"""Kind -> fields that JSON may hold as text: "inf" and its like."""
+
+_TUPLE_NAMES = _names_of("tuple")
+"""Kind -> fields that JSON holds as lists."""
 
 _encode = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
 
@@ -314,9 +327,13 @@ def _event(record: Any) -> Event:
     if kind not in EVENT_TYPES:
         raise ValueError(f"unknown event kind {kind!r}")
     try:
-        values = {k: v if v.__class__ in _AS_THEY_ARE else _record_value(v) for k, v in record.items()}
-        return EVENT_TYPES[kind](**values)
-    except TypeError as error:
+        for name in _NUMBER_NAMES[kind]:
+            if record.get(name).__class__ is str:
+                record[name] = float(record[name])
+        for name in _TUPLE_NAMES[kind]:
+            record[name] = tuple(record[name])
+        return EVENT_TYPES[kind](**record)
+    except (TypeError, ValueError, KeyError) as error:
         raise ValueError(f"event {kind}: {error}") from None
 
 
@@ -376,11 +393,3 @@ def _moved(moment: Any, offset_s: float) -> Any:
     if isinstance(moment, tuple):
         return tuple(m + offset_s for m in moment)
     return moment + offset_s
-
-
-def _record_value(value: Any) -> Any:
-    if isinstance(value, list):
-        return tuple(value)
-    if value in ("inf", "-inf", "nan"):
-        return float(value)
-    return value

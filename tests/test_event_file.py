@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import replace
+
 import pytest
 
 from dbench.events import CHUNK_LINES, event_to_json, read_events
-from tests.event_builders import block, failed_block, sent, started
+from tests.event_builders import block, done, failed_block, sent, started
 
 EVENTS = [
     started(3, float("inf")),
@@ -36,6 +39,18 @@ def test_two_halves_of_one_line_are_no_event() -> None:
     halves = ['{"kind":"run_ended","at_s":1.0\n', '"source":"client","reason":"complete"}\n', LINES[0]]
     with pytest.raises(ValueError, match="line 1:"):
         list(read_events(halves))
+
+
+def test_a_text_that_spells_a_number_stays_a_text() -> None:
+    event = replace(done(), error="inf", status="nan")
+    assert list(read_events([event_to_json(event)])) == [event]
+
+
+@pytest.mark.parametrize("steps", ["null", "3"])
+def test_a_value_that_is_no_list_where_one_belongs_is_named_with_its_line(steps: str) -> None:
+    line = re.sub(r'"step_end_s":\[[^]]*\]', f'"step_end_s":{steps}', LINES[1])
+    with pytest.raises(ValueError, match="line 2: event block_finished"):
+        list(read_events([LINES[0], line, LINES[0]]))
 
 
 def test_blank_lines_are_passed_over() -> None:

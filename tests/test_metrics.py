@@ -390,7 +390,7 @@ def test_events_of_another_schema_are_refused_as_such_whatever_else_is_new_in_th
 
 def test_a_time_that_is_no_number_is_damage_and_no_bug(tmp_path: Path) -> None:
     folder = write_run(
-        tmp_path, [started(1)], tail='{"kind":"run_ended","at_s":"x","source":"client","reason":"complete"}\n'
+        tmp_path, [started(1)], tail='{"kind":"run_ended","at_s":null,"source":"client","reason":"complete"}\n'
     )
     with pytest.raises(UsageError, match="at_s is no number"):
         load_run(folder)

@@ -19,11 +19,12 @@ class EventLog:
 
     def __init__(self, events: Iterable[Event]) -> None:
         self._by_type: dict[type[Event], list[Event]] = defaultdict(list)
-        self.last_s = 0.0
-        with _collector_paused():
-            for event in events:
-                self._by_type[type(event)].append(event)
-                self.last_s = max(self.last_s, event.at_s)
+        last_s = 0.0
+        for event in events:
+            self._by_type[event.__class__].append(event)
+            if event.at_s > last_s:  # a third of the time that max() takes, a million times over
+                last_s = event.at_s
+        self.last_s = last_s
 
     def of(self, kind: type[E]) -> list[E]:
         return cast(list[E], self._by_type.get(kind, []))
@@ -48,8 +49,8 @@ class Window:
 
 
 @contextmanager
-def _collector_paused() -> Iterator[None]:
-    """Events form no cycles, and looking for some among a million of them takes longer than parsing a third."""
+def collector_paused() -> Iterator[None]:
+    """Events and columns form no cycles; looking for some among a million events takes as long as reading a third."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

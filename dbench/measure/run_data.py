@@ -41,7 +41,7 @@ from dbench.events import (
     read_events,
 )
 from dbench.measure.blocks import DONE, StepTimes, block_frame, block_sums, step_times
-from dbench.measure.event_log import EventLog, Window
+from dbench.measure.event_log import EventLog, Window, collector_paused
 from dbench.measure.intervals import batch_frame, scheduler_intervals, worker_intervals
 from dbench.metric_names import REQUEST_METRICS
 
@@ -87,6 +87,12 @@ def load_run(run_dir: Path) -> RunData:
     path = run_dir / EVENTS_FILE
     if not path.is_file():
         raise UsageError(f"{run_dir}: no {EVENTS_FILE} here; give the folder of a run, such as reports/<time>-<name>")
+    with collector_paused():
+        return run_data(run_dir, _read_log(path))
+
+
+def _read_log(path: Path) -> EventLog:
+    """Raises UsageError."""
     try:
         with path.open(encoding="utf-8") as lines:
             log = EventLog(read_events(lines))
@@ -102,7 +108,7 @@ def load_run(run_dir: Path) -> RunData:
     started = log.last(RunStarted)
     if started:
         _check_schema(path, started.schema_version)
-    return run_data(run_dir, log)
+    return log
 
 
 def _check_schema(path: Path, written: object) -> None:
