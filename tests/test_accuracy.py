@@ -102,6 +102,13 @@ def test_a_trial_can_fail_by_its_answers(limit: str, verdict: Verdict) -> None:
     assert judge(TrialEnd.COMPLETE, "", data, parse_rules([limit])).verdict is verdict
 
 
+@pytest.mark.parametrize(("answers", "hopeless"), [("wwrrrrrrww", True), ("wwrrrrrrff", False)])
+def test_no_lower_rate_can_mend_wrong_answers_but_it_may_mend_failures(answers: str, hopeless: bool) -> None:
+    data = run_of(*checked_run(*asked(answers), num_requests=10))
+    judgement = judge(TrialEnd.COMPLETE, "", data, parse_rules(["accuracy>=0.9", "error_rate<=1"]))
+    assert (judgement.verdict, judgement.hopeless) == (Verdict.FAIL, hopeless)
+
+
 def test_a_search_refuses_a_rule_on_answers_that_nobody_checks(tmp_path: Path) -> None:
     flags = {"output_dir": str(tmp_path), "sla": ["accuracy>=0.9"], "trace": "tasks"}
     with pytest.raises(SlaError, match=r"accuracy is known only where answers are checked.*--check-answers"):

@@ -2,7 +2,7 @@
 
     METRIC:pNN[.N]OP VALUE[ms|s]    request_e2e_time:p90<=8s
     METRIC:mean OP VALUE[ms|s]      request_time_to_first_block:mean<500ms
-    error_rate|goodput OP VALUE     error_rate<=0.01
+    error_rate|goodput|accuracy OP VALUE     error_rate<=0.01
 
 OP is one of <= < >= > ==. A time without a unit is in seconds.
 """
@@ -30,7 +30,9 @@ OPERATORS: dict[str, Callable[[float, float], bool]] = {
 
 UNITS = {"s": 1.0, "ms": 0.001}
 
-PLAIN_METRICS = ("error_rate", "goodput")
+ACCURACY = "accuracy"
+
+PLAIN_METRICS = ("error_rate", "goodput", ACCURACY)
 """One number per trial, without a quantile."""
 
 RULE_KEYS = ("metric", "quantile", "threshold", "op")
@@ -115,6 +117,9 @@ class Measurements(Protocol):
     def error_rate(self) -> float:
         """Share of the judged requests that did not complete."""
 
+    def accuracy(self) -> float:
+        """Share of the judged requests with the right answer; raises RunError where answers were not checked."""
+
     def goodput(self, rules: Sequence[Rule]) -> float:
         """Completed requests per second that each keep every one of `rules`."""
 
@@ -192,6 +197,8 @@ def evaluate(rules: Sequence[Rule], measured: Measurements) -> tuple[RuleResult,
 def _evaluate_one(rule: Rule, rules: Sequence[Rule], measured: Measurements) -> RuleResult:
     if rule.metric == "error_rate":
         value = measured.error_rate()
+    elif rule.metric == ACCURACY:
+        value = measured.accuracy()
     elif rule.metric == "goodput":
         value = measured.goodput([r for r in rules if r.metric in REQUEST_METRICS])
     elif rule.quantile is None:

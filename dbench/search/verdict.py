@@ -29,7 +29,7 @@ from dbench.metrics import (
 )
 from dbench.metrics import quantile as quantile_of
 from dbench.progress import Verdict
-from dbench.search.sla import Rule, RuleResult, evaluate, is_time
+from dbench.search.sla import ACCURACY, Rule, RuleResult, evaluate, is_time
 from dbench.search.statistics import RISE_LIMIT, growth, is_lost
 from dbench.serve.sequence import Status
 
@@ -218,7 +218,7 @@ def _keeps_all(rows: pd.DataFrame, rules: Sequence[Rule]) -> pd.Series[bool]:
 
 
 def _hopeless(rules: Sequence[Rule], data: RunData) -> bool:
-    """Whether a rule is lost by the requests that met no other request in the system.
+    """Whether a rule is lost by wrong answers, or by the requests that met no other request in the system.
 
     All trials send the same requests, and at a lower rate these are still alone, so they stay as slow. A failed
     request says nothing of that kind: the next trial may see none.
@@ -247,9 +247,17 @@ def _lost_alone(rule: Rule, alone: NDArray[np.bool_], data: RunData) -> bool:
     if rule.metric == "goodput":
         qps = data.offered_qps
         return rule.op in (">=", ">") and qps is not None and 0 < qps <= rule.threshold
+    if rule.metric == ACCURACY:
+        return rule.op in (">=", ">") and not rule.holds(1 - _num_wrong(data) / _num_judged(data))
     if not _is_limit_on_request_time(rule):
         return False
     times = _least_times(rule.metric, data)[alone]
     if rule.quantile is None:
         return not rule.holds(float(times[np.isfinite(times)].sum()) / _num_judged(data))
     return is_lost(rule, _num_judged(data), times)
+
+
+def _num_wrong(data: RunData) -> int:
+    """Judged requests that completed with a wrong answer: what a request is answered does not depend on the rate."""
+    judged = judged_requests(data)
+    return int((~judged["answer_is_right"].fillna(True) & (judged["status"] == Status.COMPLETED)).sum())
