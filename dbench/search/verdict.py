@@ -19,6 +19,7 @@ from dbench.errors import RunError
 from dbench.metric_names import REQUEST_METRICS
 from dbench.metrics import (
     RunData,
+    accuracy,
     error_rate,
     goodput,
     judged_mean,
@@ -80,6 +81,9 @@ class RunMeasurements:
 
     def error_rate(self) -> float:
         return error_rate(self.data)
+
+    def accuracy(self) -> float:
+        return accuracy(self.data)
 
     def goodput(self, rules: Sequence[Rule]) -> float:
         return goodput(self.data, lambda rows: _keeps_all(rows, rules))
