@@ -25,7 +25,7 @@ BLOCK_LENGTHS = (8, 16, 32)
 BLOCK_LENGTH_SHARES = (0.15, 0.2, 0.65)
 SHAPES = (96, 128, 192, 256)
 """Canvas lengths S. With rows of S + STREAM tokens, batches of all four have the same number of tokens."""
-SHAPE_SHARES = (0.35, 0.3, 0.25, 0.1)
+SHAPE_SHARES = (0.25, 0.3, 0.35, 0.1)
 MIN_MASKS = 32
 """A problem goes on a canvas only with at least this many positions after its prompt."""
 
@@ -34,10 +34,8 @@ SCATTERED, BLOCK, CACHED = range(3)
 MIN_T = 0.05
 FULL_SHARE = 0.2
 """Share of the SCATTERED and BLOCK rows in which t is 1: the first pass of an answer."""
-KNOWN_FILL_SHARE = 0.25
+KNOWN_FILL_SHARE = 0.5
 """Share of the CACHED rows in which all after the first end of text is known: decoding fixes the easy part first."""
-KNOWN_TAIL_SHARE = 0.25
-"""Share in which all from some place in the answer on is known: a sum is easiest from its last digit."""
 FILL_WEIGHT = 0.03
 """Loss weight of a position after the first end of text; dozens of them follow every answer."""
 LATER_WEIGHT = 0.2
@@ -171,16 +169,11 @@ class _Place:
 
     def stream(self, position_BL: Tensor, is_stream_BL: Tensor) -> tuple[Tensor, Tensor]:
         """The same for the block a step later."""
-        num_rows = len(self._t_B1)
-        case_B1, depth_B1 = self._sampler.uniform(num_rows, 1), self._sampler.uniform(num_rows, 1)
-        is_tail_B1 = case_B1 < KNOWN_TAIL_SHARE
-        tail_B1 = self.start_B1 + (depth_B1 * (self._answer_end_B1 - self.start_B1)).long()
-        known_from_B1 = torch.where(is_tail_B1, tail_B1, self._answer_end_B1)
-        is_known_BL = (position_BL >= known_from_B1) & (case_B1 < KNOWN_TAIL_SHARE + KNOWN_FILL_SHARE)
-        is_full_B1 = is_tail_B1 & (self._sampler.uniform(num_rows, 1) < 0.5)
-        t_B1 = torch.where(is_full_B1, 1.0, self._t_B1)
-        masked_BL = is_stream_BL & ~is_known_BL & (self._sampler.uniform(*position_BL.shape) < t_B1)
-        return masked_BL, self._worth(position_BL) / t_B1 * masked_BL
+        knows_fill_B1 = self._sampler.uniform(len(self._t_B1), 1) < KNOWN_FILL_SHARE
+        drawn_BL = self._sampler.uniform(*position_BL.shape) < self._t_B1
+        is_known_BL = knows_fill_B1 & (position_BL >= self._answer_end_B1)
+        masked_BL = is_stream_BL & drawn_BL & ~is_known_BL
+        return masked_BL, self._worth(position_BL) / self._t_B1 * masked_BL
 
     def _worth(self, position: Tensor) -> Tensor:
         return torch.where(position < self._answer_end_B1, 1.0, FILL_WEIGHT)
