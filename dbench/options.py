@@ -60,16 +60,9 @@ def option(default: Any, help: str, *, panel: str, **spec: Any) -> Any:
 
 def rule_option(name: str) -> Any:
     """A dataclass field for the parameter of an unmasking rule: unset unless given, in the parameter's range."""
-    parameter = RULE_PARAMETERS[name]
-    return option(
-        None,
-        parameter.help,
-        panel="Sampling",
-        minimum=parameter.minimum,
-        maximum=parameter.maximum,
-        above=parameter.above,
-        auto="none" if parameter.default is None else str(parameter.default),
-    )
+    p = RULE_PARAMETERS[name]
+    auto = "none" if p.default is None else str(p.default)
+    return option(None, p.help, panel="Sampling", minimum=p.minimum, maximum=p.maximum, above=p.above, auto=auto)
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +127,8 @@ class EngineOptions:
     )
     load_format: str = option(
         "auto",
-        "auto: weights from the model directory; random: seeded random weights in its shapes.",
+        "auto: weights from the model directory; random: seeded random weights in its shapes, also for a size "
+        "without files (llada-8b, dream-7b, llada-tiny, dream-tiny).",
         panel="Model",
         choices=("auto", "random"),
     )
@@ -145,10 +139,10 @@ class EngineOptions:
         choices=("auto", "bfloat16", "float16", "float32"),
     )
     max_model_len: int | None = option(
-        None, "Longest canvas, in tokens.", panel="Model", minimum=1, auto="the model's context limit"
+        None, "Longest canvas, in tokens.", panel="Model", minimum=1, auto="what the model's authors vouch for"
     )
     tokenizer: str | None = option(
-        None, "Directory that holds tokenizer.json, or 'embedded'.", panel="Model", auto="the value of model"
+        None, "Directory that holds the tokenizer's files, or 'embedded'.", panel="Model", auto="the value of model"
     )
     served_model_name: str | None = option(
         None, "Name of the model in status and reports.", panel="Model", auto="the value of model"
@@ -323,6 +317,7 @@ class ClientOptions:
     )
     request_seed: int | None = option(
         None,
+    chat: str | None = option(None, "Prompt as a user's message in a chat.", panel="Request", auto="none")
         "Seed of the request's randomness.",
         panel="Request",
         minimum=-(2**63),
@@ -331,7 +326,7 @@ class ClientOptions:
     )
     ignore_eos: bool = option(False, "Decode the whole gen_length, past any end-of-text id.", panel="Request")
     tokenizer: str | None = option(
-        None, "Directory that holds tokenizer.json, or 'embedded'.", panel="Request", auto="the server's tokenizer"
+        None, "Directory that holds the tokenizer's files, or 'embedded'.", panel="Request", auto="the server's own"
     )
     stream: bool = option(False, "Print each block as it comes.", panel="Request")
 

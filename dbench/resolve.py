@@ -6,6 +6,7 @@ raises OptionError or ModelError. No torch: the answers come from config.json an
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -14,12 +15,22 @@ from dbench.config import AUTO_PREFIX, Resolved
 from dbench.errors import ModelError, OptionError
 from dbench.options import EngineOptions, SamplingOptions, ServiceOptions
 from dbench.serve.address import address_fault
-from dbench.serve.families import ModelConfig, directory_of, find_model, read_model_config
+from dbench.serve.families import (
+    EMBEDDED,
+    ModelConfig,
+    directory_of,
+    find_model,
+    is_built_in,
+    is_named_size,
+    read_model_config,
+)
 from dbench.serve.sequence import SamplingParameters
+from dbench.serve.tokenizer_files import WANTED_FILES, has_tokenizer
 
-EMBEDDED = "embedded"
+logger = logging.getLogger(__name__)
+
 CPU = "cpu"
-TOKENIZER_FILE = "tokenizer.json"
+RANDOM = "random"
 
 MEMORY_SHARE = 4
 """The KV of all workers together takes at most one part in this many of the available memory."""
@@ -92,8 +103,12 @@ def basics(plan: ServePlan) -> ServePlan:
     directory = find_model(name)
     if plan.engine.served_model_name is None:
         plan = plan.auto("served_model_name", name, "the value of model")
-    if name != EMBEDDED:
+    if not is_built_in(name):
         plan = plan.normalised("model", str(directory.resolve()))
+    elif is_named_size(name) and plan.engine.load_format != RANDOM:
+        raise plan.refused(
+            "model", f"the size {name!r}, which has no weights", f"--load-format {RANDOM} with it, or a model directory"
+        )
     plan = replace(plan, directory=directory, model=read_model_config(directory))
     plan = _tokenizer(plan)
     return _mask_id(_max_model_len(plan))
@@ -190,20 +205,29 @@ def _tokenizer(plan: ServePlan) -> ServePlan:
     if plan.engine.tokenizer is None:
         return plan.auto("tokenizer", plan.engine.model, "the value of model")
     name = plan.engine.tokenizer
-    if not (directory_of(name) / TOKENIZER_FILE).is_file():
+    if not has_tokenizer(directory_of(name)):
         raise ModelError(
-            f"{plan.resolved.place('tokenizer')}: got {name!r}, wanted a directory that holds {TOKENIZER_FILE}"
+            f"{plan.resolved.place('tokenizer')}: got {name!r}, wanted a directory that holds {WANTED_FILES}"
         )
-    return plan if name == EMBEDDED else plan.normalised("tokenizer", str(directory_of(name).resolve()))
+    return plan if is_built_in(name) else plan.normalised("tokenizer", str(directory_of(name).resolve()))
 
 
 def _max_model_len(plan: ServePlan) -> ServePlan:
-    limit = plan.known_model.max_sequence_length
+    limit, usable = plan.known_model.max_sequence_length, plan.known_model.usable_length
     if plan.engine.max_model_len is None:
-        return plan.auto("max_model_len", limit, "the model's context limit")
+        why = "the model's context limit" if usable == limit else "the length that the model's authors vouch for"
+        return plan.auto("max_model_len", usable, why)
     if plan.engine.max_model_len > limit:
         raise plan.refused(
             "max_model_len", plan.engine.max_model_len, f"at most {limit}, the context limit in config.json"
+        )
+    if plan.engine.max_model_len > usable:
+        place, got = plan.resolved.place("max_model_len"), plan.engine.max_model_len
+        logger.warning(
+            "%s: got %d, but the model's authors vouch for %d tokens; answers on longer canvases may be poor",
+            place,
+            got,
+            usable,
         )
     return plan
 

@@ -48,6 +48,8 @@ LAYERS = {
     "dbench.serve.wire": 1,
     "dbench.serve.wire_link": 1,
     "dbench.serve.tokenizer": 1,
+    "dbench.serve.tokenizer_files": 1,
+    "dbench.serve.chat": 1,
     "dbench.serve.runner": 2,
     "dbench.serve.validation": 2,
     "dbench.serve.tracking": 2,

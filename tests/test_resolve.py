@@ -215,3 +215,40 @@ def test_unmasking_rule_with_a_missing_or_foreign_parameter_is_refused(flags: di
 )
 def test_unmasking_rule_with_its_own_parameter_passes(flags: dict[str, object]) -> None:
     check_sampling(resolve(COMMAND_SECTIONS["submit"], flags, yaml_path=None, environment={}))
+
+
+# ---- named sizes, and models whose context is longer than their authors vouch for -----------------
+
+
+def test_a_named_size_is_served_with_random_weights_and_without_files() -> None:
+    engine = resolved(model="dream-tiny", load_format="random").section(EngineOptions)
+    assert (engine.model, engine.served_model_name, engine.tokenizer) == ("dream-tiny",) * 3
+    assert (engine.mask_id, engine.max_model_len) == (1018, 2048)
+
+
+def test_a_named_size_without_random_weights_is_refused() -> None:
+    assert refusal(model="llada-8b") == (
+        "--model: got the size 'llada-8b', which has no weights, wanted --load-format random with it, "
+        "or a model directory"
+    )
+
+
+def test_a_named_size_is_no_tokenizer() -> None:
+    assert "--tokenizer: got 'llada-8b', wanted a directory that holds tokenizer.json" in refusal(tokenizer="llada-8b")
+
+
+def test_the_longest_canvas_is_what_the_authors_vouch_for(caplog: pytest.LogCaptureFixture) -> None:
+    result = resolved(model="dream-7b", load_format="random", gpus="cpu")
+    assert result.value("max_model_len") == 2048
+    assert result.origins["max_model_len"] == "auto: the length that the model's authors vouch for"
+    assert not caplog.records
+
+
+@pytest.mark.parametrize(("length", "warns"), [("2048", False), ("2049", True)])
+def test_a_longer_canvas_is_warned_of(length: str, warns: bool, caplog: pytest.LogCaptureFixture) -> None:
+    assert resolved(model="dream-7b", load_format="random", max_model_len=length).value("max_model_len") == int(length)
+    line = (
+        "--max-model-len: got 2049, but the model's authors vouch for 2048 tokens; "
+        "answers on longer canvases may be poor"
+    )
+    assert [record.getMessage() for record in caplog.records] == [line] * warns

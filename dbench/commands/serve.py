@@ -25,9 +25,9 @@ NAME = "serve"
 
 def serve_command(invocation: Invocation) -> int:
     """Fill in the options, print them, serve; returns the server's exit code."""
-    resolved = resolve_serve(_with_argument(invocation).resolve())
-    view = open_view(resolved)
-    resolved = _with_metrics_folder(resolved)
+    given = _with_argument(invocation).resolve()
+    view = open_view(given)
+    resolved = _with_metrics_folder(resolve_serve(given))
     service = resolved.section(ServiceOptions)
     assert service.metrics_output_dir is not None
     folder = Path(service.metrics_output_dir)

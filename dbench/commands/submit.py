@@ -13,8 +13,9 @@ from dbench.errors import EXIT_FAILED, EXIT_OK, ModelError, OptionError
 from dbench.load.schedule import sampling_parameters
 from dbench.options import ClientOptions, SamplingOptions
 from dbench.resolve import check_sampling
+from dbench.serve.chat import Message
 from dbench.serve.client import Client, SubmitResult, submit_and_wait
-from dbench.serve.families import directory_of
+from dbench.serve.families import find_tokenizer
 from dbench.serve.sequence import Status
 from dbench.serve.tokenizer import Tokenizer, load_tokenizer
 from dbench.serve.wire import FinishedBlock, ServerStatus, Submission
@@ -32,10 +33,10 @@ def submit_command(invocation: Invocation) -> int:
 
 
 def given_ids(resolved: Resolved) -> tuple[int, ...] | None:
-    """The given token ids, or None for a prompt that is text; exactly one of the two must be there."""
+    """The given token ids, or None for a prompt that is text; exactly one kind of prompt must be there."""
     options = resolved.section(ClientOptions)
-    if (options.prompt is None) == (options.prompt_ids is None):
-        raise OptionError("submit: give the prompt as --prompt TEXT or --prompt-ids 1,2,3")
+    if sum(given is not None for given in (options.prompt, options.chat, options.prompt_ids)) != 1:
+        raise OptionError("submit: give one prompt, as --prompt TEXT, --chat TEXT or --prompt-ids 1,2,3")
     if options.prompt_ids is None:
         return None
     try:
@@ -100,11 +101,11 @@ def _tokenizer(resolved: Resolved, status: ServerStatus) -> Tokenizer | None:
     """The given one, or the server's if this machine has it; None only for a prompt that needs none."""
     options = resolved.section(ClientOptions)
     if options.tokenizer is not None:
-        return load_tokenizer(directory_of(options.tokenizer))
+        return load_tokenizer(find_tokenizer(options.tokenizer))
     try:
-        return load_tokenizer(directory_of(status.tokenizer))
+        return load_tokenizer(find_tokenizer(status.tokenizer))
     except ModelError:
-        if options.prompt is not None:
+        if options.prompt_ids is None:
             raise
         return None
 
@@ -114,7 +115,10 @@ def _prompt(resolved: Resolved, tokenizer: Tokenizer | None) -> tuple[int, ...]:
     if ids is not None:
         return ids
     assert tokenizer is not None, "a prompt that is text has a tokenizer"
-    return tuple(tokenizer.encode(resolved.section(ClientOptions).prompt or ""))
+    options = resolved.section(ClientOptions)
+    if options.chat is not None:
+        return tuple(tokenizer.encode_chat([Message("user", options.chat)]))
+    return tuple(tokenizer.encode(options.prompt or ""))
 
 
 def _record(result: SubmitResult, tokenizer: Tokenizer | None) -> dict[str, object]:

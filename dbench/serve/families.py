@@ -5,14 +5,14 @@ A new family is one entry of FAMILIES. Sizes always come from the checkpoint's o
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from dbench.errors import ModelError, unknown_name
-from dbench.models import embedded_directory
+from dbench.models import embedded_directory, size_directory, size_names
+from dbench.serve.tokenizer_files import read_json_object, special_tokens
 
 EMBEDDED = "embedded"
 RANDOM_WEIGHTS_KEY = "dbench_random_weights"
@@ -58,6 +58,8 @@ class Family:
     """The prediction for position i is read at row i - logit_shift."""
     end_of_turn: str
     """The token that ends an answer beside eos_token_id."""
+    usable_length: int | None = None
+    """Longest canvas that the authors vouch for, where that is less than the context limit."""
 
 
 FAMILIES: dict[str, Family] = {
@@ -107,6 +109,47 @@ FAMILIES: dict[str, Family] = {
         logit_shift=0,
         end_of_turn="<|eot_id|>",
     ),
+    "dream": Family(
+        architecture="DreamModel",
+        keys={
+            "d_model": "hidden_size",
+            "n_layers": "num_hidden_layers",
+            "n_heads": "num_attention_heads",
+            "n_kv_heads": "num_key_value_heads",
+            "mlp_hidden_size": "intermediate_size",
+            "vocab_size": "vocab_size",
+            "rope_theta": "rope_theta",
+            "rms_norm_eps": "rms_norm_eps",
+            "max_sequence_length": "max_position_embeddings",
+        },
+        init_std_key="initializer_range",
+        switches={
+            "hidden_act": "silu",
+            "mlp_bias": False,
+            "rope_scaling": None,
+            "tie_word_embeddings": False,
+            "use_sliding_window": False,
+        },
+        tensors=TensorNames(
+            embedding="model.embed_tokens",
+            final_norm="model.norm",
+            lm_head="lm_head",
+            layer="model.layers.{layer}.",
+            attn_norm="input_layernorm",
+            q="self_attn.q_proj",
+            k="self_attn.k_proj",
+            v="self_attn.v_proj",
+            attn_out="self_attn.o_proj",
+            mlp_norm="post_attention_layernorm",
+            gate="mlp.gate_proj",
+            up="mlp.up_proj",
+            mlp_out="mlp.down_proj",
+        ),
+        has_qkv_bias=True,
+        logit_shift=1,
+        end_of_turn="<|im_end|>",
+        usable_length=2048,
+    ),
 }
 
 
@@ -140,10 +183,28 @@ class ModelConfig:
         """Bytes of K and V of one position over all layers, with elements of `element_size` bytes."""
         return 2 * self.n_layers * self.n_kv_heads * self.head_dim * element_size
 
+    @property
+    def usable_length(self) -> int:
+        """Longest canvas that the model's authors vouch for."""
+        limit = FAMILIES[self.family].usable_length
+        return self.max_sequence_length if limit is None else min(limit, self.max_sequence_length)
+
+
+def is_named_size(name: str) -> bool:
+    """A model of known shapes that dbench has no weights and no tokenizer of."""
+    return name in size_names()
+
+
+def is_built_in(name: str) -> bool:
+    """A name that means the same on every machine, not a path."""
+    return name == EMBEDDED or is_named_size(name)
+
 
 def directory_of(name: str) -> Path:
-    """Where the files of a model or tokenizer name are looked for: a path, or 'embedded'."""
-    return embedded_directory() if name == EMBEDDED else Path(name).expanduser()
+    """Where the files of a model or tokenizer name are looked for: a path, 'embedded' or a named size."""
+    if name == EMBEDDED:
+        return embedded_directory()
+    return size_directory(name) if is_named_size(name) else Path(name).expanduser()
 
 
 def find_model(name: str) -> Path:
@@ -154,7 +215,7 @@ def find_model(name: str) -> Path:
         hint = (
             f"dbench does not download: fetch it first (hf download {name} --local-dir DIR) and pass DIR"
             if is_hub_name
-            else f"pass a directory in Hugging Face layout or {EMBEDDED!r}"
+            else f"pass a directory in Hugging Face layout, {EMBEDDED!r} or a size ({', '.join(size_names())})"
         )
         raise ModelError(f"model {name!r}: no such directory; {hint}")
     if not (directory / "config.json").is_file():
@@ -162,10 +223,20 @@ def find_model(name: str) -> Path:
     return directory
 
 
+def find_tokenizer(name: str) -> Path:
+    """The directory of a tokenizer name; raises ModelError for a named size, which has none."""
+    if is_named_size(name):
+        raise ModelError(
+            f"{name!r} is a size without a tokenizer; give the prompt as token ids (--prompt-ids), "
+            "or a directory that holds a tokenizer (--tokenizer)"
+        )
+    return directory_of(name)
+
+
 def read_model_config(directory: Path) -> ModelConfig:
-    """Sizes and ids from config.json and tokenizer.json (for the special ids, where there is one)."""
+    """Sizes and ids from config.json, and special ids from the tokenizer's files, where there are any."""
     path = directory / "config.json"
-    values = _read_json_object(path)
+    values = read_json_object(path)
     name = _family_name(path, values)
     family = FAMILIES[name]
     for key, wanted in family.switches.items():
@@ -178,14 +249,14 @@ def read_model_config(directory: Path) -> ModelConfig:
         raise ModelError(f"{path}: missing {', '.join(missing)}; copy config.json from the checkpoint's release")
     reader = _Reader(path, values)
     keys = family.keys
-    d_model, n_heads = reader.size(keys["d_model"]), reader.size(keys["n_heads"])
     n_kv_heads, vocab_size = reader.size(keys["n_kv_heads"]), reader.size(keys["vocab_size"])
-    if d_model % (2 * n_heads) or n_heads % n_kv_heads:
+    n_heads, head_dim = reader.size(keys["n_heads"]), _head_dim(reader, keys)
+    if n_heads % n_kv_heads or head_dim % 2:
         raise ModelError(
-            f"{path}: {d_model} dimensions, {n_heads} heads and {n_kv_heads} KV heads do not fit together: "
+            f"{path}: {n_heads} heads of {head_dim} dimensions and {n_kv_heads} KV heads do not fit together: "
             "dimensions per head must be even, heads per KV head whole"
         )
-    special = _special_tokens(directory / "tokenizer.json")
+    special = {text: token for text, token in special_tokens(directory).items() if token < vocab_size}
     eos = reader.ids("eos_token_id", vocab_size)
     if family.end_of_turn in special:
         eos |= {special[family.end_of_turn]}
@@ -193,11 +264,11 @@ def read_model_config(directory: Path) -> ModelConfig:
     edges = reader.ids("bos_token_id", vocab_size) | reader.ids("pad_token_id", vocab_size)
     return ModelConfig(
         family=name,
-        d_model=d_model,
+        d_model=reader.size(keys["d_model"]),
         n_layers=reader.size(keys["n_layers"]),
         n_heads=n_heads,
         n_kv_heads=n_kv_heads,
-        head_dim=d_model // n_heads,
+        head_dim=head_dim,
         mlp_hidden_size=reader.size(keys["mlp_hidden_size"]),
         vocab_size=vocab_size,
         rope_theta=reader.number(keys["rope_theta"]),
@@ -205,9 +276,7 @@ def read_model_config(directory: Path) -> ModelConfig:
         max_sequence_length=reader.size(keys["max_sequence_length"]),
         mask_token_id=min(mask, default=None),
         eos_token_ids=tuple(sorted(eos)),
-        reserved_token_ids=tuple(
-            sorted(eos | mask | edges | {token for token in special.values() if token < vocab_size})
-        ),
+        reserved_token_ids=tuple(sorted(eos | mask | edges | set(special.values()))),
         has_random_weights=reader.flag(RANDOM_WEIGHTS_KEY),
         init_std=reader.number(family.init_std_key) if family.init_std_key in values else DEFAULT_INIT_STD,
     )
@@ -224,22 +293,14 @@ def _family_name(path: Path, values: Mapping[str, Any]) -> str:
     raise ModelError(f"{path}: {unknown_name('architecture', str(architectures[0]), known)}")
 
 
-def _special_tokens(path: Path) -> dict[str, int]:
-    """Text -> id of the special tokens of a tokenizer.json; none when the file is not there."""
-    if not path.is_file():
-        return {}
-    tokens = _read_json_object(path).get("added_tokens", [])
-    return {token["content"]: token["id"] for token in tokens if token.get("special")}
-
-
-def _read_json_object(path: Path) -> dict[str, Any]:
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{path}: cannot be read as JSON: {error}") from error
-    if not isinstance(values, dict):
-        raise ModelError(f"{path}: holds a {type(values).__name__}, wanted a JSON object")
-    return values
+def _head_dim(reader: _Reader, keys: Mapping[str, str]) -> int:
+    """As the config says, else the width shared by the heads."""
+    if reader.values.get("head_dim") is not None:
+        return reader.size("head_dim")
+    d_model, n_heads = reader.size(keys["d_model"]), reader.size(keys["n_heads"])
+    if d_model % n_heads:
+        raise ModelError(f"{reader.path}: {d_model} dimensions do not fit {n_heads} heads: wanted a whole number each")
+    return d_model // n_heads
 
 
 @dataclass(frozen=True, slots=True)

@@ -122,7 +122,7 @@ class TorchRunner:
 
     def warm_up(self) -> None:
         """Decode one token in slot 0, which must be free, over the first pages, whose content is lost."""
-        sizes = self._slots.sizes
+        sizes, shift = self._slots.sizes, self._logit_shift
         task = BlockTask(
             key=BlockKey("warm-up", 0, 0),
             token_ids=(0,),
@@ -135,7 +135,8 @@ class TorchRunner:
             num_remaining_blocks=1,
         )
         self.attach(0, task, tuple(range(-(-task.canvas_length // sizes.page_size))))
-        spans = (Span(0, Phase.REFRESH, 0, task.canvas_length), Span(0, Phase.DECODE, 1, sizes.block_length))
+        decode = Span(0, Phase.DECODE, 1 - shift, sizes.block_length + shift, written_from=1)
+        spans = (Span(0, Phase.REFRESH, 0, task.canvas_length), decode)
         tickets = [self.launch((span,)) for span in spans]
         self.detach(0)
         for ticket in tickets:

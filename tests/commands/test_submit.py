@@ -20,11 +20,12 @@ def ids_of(**flags: object) -> tuple[int, ...] | None:
 def test_prompt_is_ids_or_text() -> None:
     assert ids_of(prompt_ids="1, 2,3") == (1, 2, 3)
     assert ids_of(prompt="hello") is None
+    assert ids_of(chat="hello") is None
 
 
-@pytest.mark.parametrize("flags", [{}, {"prompt": "a", "prompt_ids": "1"}])
+@pytest.mark.parametrize("flags", [{}, {"prompt": "a", "prompt_ids": "1"}, {"prompt": "a", "chat": "b"}])
 def test_prompt_is_given_exactly_once(flags: dict[str, object]) -> None:
-    with pytest.raises(OptionError, match="give the prompt as --prompt TEXT or --prompt-ids 1,2,3"):
+    with pytest.raises(OptionError, match="give one prompt, as --prompt TEXT, --chat TEXT or --prompt-ids 1,2,3"):
         ids_of(**flags)
 
 

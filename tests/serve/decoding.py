@@ -1,14 +1,19 @@
-"""A tiny engine for tests: drives a runner over whole requests, without queues, budget or overlap."""
+"""Whole requests through a runner that computes: by hand, or with a real engine on top."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable
+from collections import deque
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from dbench.serve.runner import Phase, Span
-from dbench.serve.sequence import BlockKey, BlockTask, SamplingParameters
+from dbench.serve.engine import Engine, EngineLimits
+from dbench.serve.families import FAMILIES, read_model_config
+from dbench.serve.pages import PagePool
+from dbench.serve.runner import Phase, Runner, Span
+from dbench.serve.sequence import BlockEnd, BlockKey, BlockOutcome, BlockTask, SamplingParameters
 from dbench.serve.torch_runner import RunnerConfig, TorchRunner, build_runner
 from tests.serve.checkpoints import EOS, MASK
 
@@ -69,6 +74,66 @@ def task_of(job: Job, block_length: int, *, request_id: str = "test") -> BlockTa
         arrival_s=0.0,
         num_remaining_blocks=num_masks // block_length,
     )
+
+
+def limits_for(directory: Path, block_length: int, *, overlap: bool, max_tokens: int = 512) -> EngineLimits:
+    """What a deployment of the model would allow, with 16 slots."""
+    config = read_model_config(directory)
+    return EngineLimits(
+        max_batch_size=16,
+        max_tokens_per_iteration=max_tokens,
+        block_length=block_length,
+        max_model_len=512,
+        queue_policy="arrival_order",
+        overlap=overlap,
+        eos_token_ids=config.eos_token_ids,
+        logit_shift=FAMILIES[config.family].logit_shift,
+    )
+
+
+def shuffled_pages(seed: int) -> PagePool:
+    """A pool that lends its pages in no order."""
+    pool = PagePool(NUM_PAGES, PAGE_SIZE)
+    pages = list(pool.take(NUM_PAGES * PAGE_SIZE) or ())
+    random.Random(seed).shuffle(pages)
+    pool.give(tuple(pages))
+    return pool
+
+
+@contextmanager
+def engine_on(runner: Runner, limits: EngineLimits, pages: PagePool | None = None) -> Iterator[Engine]:
+    """An engine over the runner, which is closed at the end."""
+    try:
+        yield Engine(runner, pages or PagePool(NUM_PAGES, PAGE_SIZE), limits, worker_id=0)
+    finally:
+        runner.close()
+
+
+def decode_all(engine: Engine, jobs: list[Job], block_length: int) -> list[Job]:
+    """Run all jobs through one engine at once; the engine checks its pages when it goes idle."""
+    waiting = deque(range(len(jobs)))
+    running: dict[BlockKey, Job] = {}
+    for _ in range(MAX_ITERATIONS):
+        while waiting:
+            number = waiting.popleft()
+            task = task_of(jobs[number], block_length, request_id=str(number))
+            running[task.key] = jobs[number]
+            engine.submit(task)
+        report = engine.step()
+        if report is None:
+            return jobs
+        for end in report.ended:
+            land_end(running.pop(end.key), end)
+            if not jobs[int(end.key.request_id)].is_done:
+                waiting.append(int(end.key.request_id))
+    raise AssertionError(f"{len(running)} blocks never ended")
+
+
+def land_end(job: Job, end: BlockEnd) -> None:
+    job.steps_per_block.append(len(end.steps))
+    job.ids += end.token_ids
+    job.error = end.error
+    job.is_done = end.outcome is not BlockOutcome.DONE or end.found_eos or len(job.ids) == job.gen_length
 
 
 def run_jobs(runner: TorchRunner, jobs: list[Job], block_length: int, eos: Iterable[int] = (EOS,)) -> list[Job]:

@@ -1,7 +1,7 @@
-"""A dense decoder for one sequence, written to be read: what the runner must agree with, id for id.
+"""A dense decoder for one sequence, written to be read: what the engine must agree with, id for id.
 
-No pages, no packing, no batches, nothing shared with dbench but the names of the sampling parameters. The forward
-works on whole matrices of one canvas; choosing is plain Python.
+No pages, no packing, no batches, and nothing shared with dbench but the names of the sampling parameters: it reads
+config.json by its own tables, works on whole matrices of one canvas, and chooses in plain Python.
 """
 
 from __future__ import annotations
@@ -10,8 +10,11 @@ import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -39,6 +42,86 @@ def noise(seed: int, token: int, position: int, step: int) -> float:
     return -math.log(-math.log1p(-u))
 
 
+def noise_of_tokens(seed: int, num_tokens: int, position: int, step: int) -> NDArray[np.float64]:
+    """`noise` of the tokens 0 .. num_tokens - 1: ten rounds on all quarters at once, in unsigned 64-bit words."""
+    quarters = np.arange(-(-num_tokens // 4), dtype=np.uint64)
+    c = [quarters, *(np.full_like(quarters, word) for word in (position, step, 0))]
+    k = [seed & WORD, (seed >> 32) & WORD]
+    low, half = np.uint64(WORD), np.uint64(32)
+    for _ in range(10):
+        a, b = np.uint64(0xD2511F53) * c[0], np.uint64(0xCD9E8D57) * c[2]
+        c = [(b >> half) ^ c[1] ^ np.uint64(k[0]), b & low, (a >> half) ^ c[3] ^ np.uint64(k[1]), a & low]
+        k = [(k[0] + 0x9E3779B9) & WORD, (k[1] + 0xBB67AE85) & WORD]
+    u = (np.stack(c, axis=1).reshape(-1)[:num_tokens].astype(np.float64) + 0.5) / 2**32
+    return np.asarray(-np.log(-np.log1p(-u)))
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How the checkpoints of one architecture name their sizes and tensors."""
+
+    heads: str
+    kv_heads: str
+    layers: str
+    shift: int
+    """The prediction of position i is read at row i - shift; position 0 keeps its own row."""
+    embedding: str
+    final_norm: str
+    lm_head: str
+    layer: str
+    attn_norm: str
+    query: str
+    key: str
+    value: str
+    attn_out: str
+    mlp_norm: str
+    gate: str
+    up: str
+    down: str
+
+
+LAYOUTS = {
+    "LLaDAModelLM": Layout(
+        heads="n_heads",
+        kv_heads="n_kv_heads",
+        layers="n_layers",
+        shift=0,
+        embedding="model.transformer.wte",
+        final_norm="model.transformer.ln_f",
+        lm_head="model.transformer.ff_out",
+        layer="model.transformer.blocks.",
+        attn_norm="attn_norm",
+        query="q_proj",
+        key="k_proj",
+        value="v_proj",
+        attn_out="attn_out",
+        mlp_norm="ff_norm",
+        gate="ff_proj",
+        up="up_proj",
+        down="ff_out",
+    ),
+    "DreamModel": Layout(
+        heads="num_attention_heads",
+        kv_heads="num_key_value_heads",
+        layers="num_hidden_layers",
+        shift=1,
+        embedding="model.embed_tokens",
+        final_norm="model.norm",
+        lm_head="lm_head",
+        layer="model.layers.",
+        attn_norm="input_layernorm",
+        query="self_attn.q_proj",
+        key="self_attn.k_proj",
+        value="self_attn.v_proj",
+        attn_out="self_attn.o_proj",
+        mlp_norm="post_attention_layernorm",
+        gate="mlp.gate_proj",
+        up="mlp.up_proj",
+        down="mlp.down_proj",
+    ),
+}
+
+
 @dataclass
 class Decoded:
     """What one request gave."""
@@ -56,9 +139,27 @@ class Caches:
     values: list[Tensor]
 
 
+@dataclass(frozen=True)
+class Proposal:
+    """What one masked position would become, and how sure that is."""
+
+    token: int
+    confidence: float
+    entropy: float
+    margin: float
+
+
 class Reference:
-    def __init__(self, directory: Path) -> None:
-        self.config = json.loads((directory / "config.json").read_text())
+    """`recomputes`: every step runs over the whole canvas from nothing.
+
+    Else a block's first step does, and the later ones keep K and V of all positions outside of the block.
+    """
+
+    def __init__(self, directory: Path, *, recomputes: bool = False) -> None:
+        self.config: dict[str, Any] = json.loads((directory / "config.json").read_text())
+        self.layout = LAYOUTS[self.config["architectures"][0]]
+        self.shift = self.layout.shift
+        self.recomputes = recomputes
         self.tensors: dict[str, Tensor] = {}
         for shard in sorted(directory.glob("*.safetensors")):
             self.tensors |= {name: tensor.float() for name, tensor in load_file(shard).items()}
@@ -89,21 +190,40 @@ class Reference:
         assert None not in ids
         return Decoded([token for token in ids if token is not None], steps_per_block)
 
+    def logits(self, canvas: list[int | None], rows: range, first_written: int, caches: Caches) -> Tensor:
+        """Logits of `rows`. Their K and V, from position `first_written` on, replace what `caches` hold.
+
+        Empty caches are filled; the rows must then be the whole canvas.
+        """
+        ids = [self.mask_id if token is None else token for token in canvas]
+        x = self._weight(self.layout.embedding)[torch.tensor(ids)[rows.start : rows.stop]]
+        for layer in range(self.config[self.layout.layers]):
+            h = self._norm(x, self._name(layer, self.layout.attn_norm))
+            x = x + self._attention(h, layer, rows, first_written, caches)
+            h = self._norm(x, self._name(layer, self.layout.mlp_norm))
+            gate, up = (self._linear(h, self._name(layer, part)) for part in (self.layout.gate, self.layout.up))
+            x = x + self._linear(gate * torch.sigmoid(gate) * up, self._name(layer, self.layout.down))
+        return self._linear(self._norm(x, self.layout.final_norm), self.layout.lm_head)
+
     def _decode_block(
         self, canvas: list[int | None], block: range, sampling: SamplingParameters, seed: int, ignore_eos: bool
     ) -> int:
         caches = Caches([], [])
         step = 0
         while not self._has_ended(canvas, block, ignore_eos):
-            rows = range(len(canvas)) if step == 0 else block
-            logits = self._forward(canvas, rows, caches)
-            masked = [position for position in block if canvas[position] is None]
-            proposed = {
-                position: self._propose(logits[position - rows.start].tolist(), position, step, sampling, seed)
-                for position in masked
-            }
+            rows, first_written = range(len(canvas)), 0
+            if self.recomputes:
+                caches = Caches([], [])
+            elif step > 0:
+                rows, first_written = range(block.start - self.shift, block.stop), block.start
+            logits = self.logits(canvas, rows, first_written, caches)
+            proposed = {}
+            for position in block:
+                if canvas[position] is None:
+                    row = max(0, position - self.shift) - rows.start
+                    proposed[position] = self._propose(logits[row], position, step, sampling, seed)
             for position in choose(proposed, block, step, sampling, seed):
-                canvas[position] = proposed[position][0]
+                canvas[position] = proposed[position].token
             step += 1
         return step
 
@@ -115,83 +235,90 @@ class Reference:
                 return True
         return True
 
-    def _propose(
-        self, logits: list[float], position: int, step: int, sampling: SamplingParameters, seed: int
-    ) -> tuple[int, float]:
-        """The token of one masked position and its probability without noise."""
-        allowed = [token for token in range(len(logits)) if token != self.mask_id]
-        best, best_value = -1, -math.inf
-        for token in allowed:
-            value = logits[token]
-            if sampling.temperature > 0:
-                value += sampling.temperature * noise(seed, token, position, step)
-            if value > best_value:
-                best, best_value = token, value
-        highest = max(logits[token] for token in allowed)
-        total = sum(math.exp(logits[token] - highest) for token in allowed)
-        return best, math.exp(logits[best] - highest) / total
+    def _propose(self, logits: Tensor, position: int, step: int, sampling: SamplingParameters, seed: int) -> Proposal:
+        """The token of one masked position, and its noise-free distribution's figures."""
+        values = logits.double().numpy()
+        values[self.mask_id] = -math.inf
+        noisy = values
+        if sampling.temperature > 0:
+            noisy = values + sampling.temperature * noise_of_tokens(seed, len(values), position, step)
+        token = int(noisy.argmax())  # numpy gives the lowest of equal ones
+        weights = np.exp(values - values.max())
+        shares = weights / weights.sum()
+        second, first = np.sort(shares)[-2:]
+        positive = shares[shares > 0]
+        return Proposal(token, float(shares[token]), float(-(positive * np.log(positive)).sum()), float(first - second))
 
-    def _forward(self, canvas: list[int | None], rows: range, caches: Caches) -> Tensor:
-        """Logits of `rows`; their K and V replace what `caches` hold, or fill them when the rows are all."""
-        ids = [self.mask_id if token is None else token for token in canvas]
-        x = self._tensor("wte")[torch.tensor(ids)[rows.start : rows.stop]]
-        heads, kv_heads = self.config["n_heads"], self.config["n_kv_heads"]
-        for layer in range(self.config["n_layers"]):
-            h = self._norm(x, f"blocks.{layer}.attn_norm")
-            query = self._rotate(self._project(h, layer, "q_proj", heads), rows)
-            key = self._rotate(self._project(h, layer, "k_proj", kv_heads), rows)
-            value = self._project(h, layer, "v_proj", kv_heads)
-            if len(rows) == len(canvas):
-                caches.keys.append(key)
-                caches.values.append(value)
-            caches.keys[layer][rows.start : rows.stop] = key
-            caches.values[layer][rows.start : rows.stop] = value
-            attended = []
-            for head in range(heads):
-                shared = head * kv_heads // heads
-                scores = query[:, head] @ caches.keys[layer][:, shared].T / math.sqrt(query.shape[-1])
-                attended.append(scores.softmax(dim=-1) @ caches.values[layer][:, shared])
-            x = x + torch.cat(attended, dim=-1) @ self._tensor(f"blocks.{layer}.attn_out").T
-            h = self._norm(x, f"blocks.{layer}.ff_norm")
-            gate = h @ self._tensor(f"blocks.{layer}.ff_proj").T
-            up = h @ self._tensor(f"blocks.{layer}.up_proj").T
-            x = x + (gate * torch.sigmoid(gate) * up) @ self._tensor(f"blocks.{layer}.ff_out").T
-        return self._norm(x, "ln_f") @ self._tensor("ff_out").T
+    def _attention(self, h: Tensor, layer: int, rows: range, first_written: int, caches: Caches) -> Tensor:
+        layout, heads, kv_heads = self.layout, self.config[self.layout.heads], self.config[self.layout.kv_heads]
+        query = self._rotate(self._project(h, layer, layout.query, heads), rows)
+        key = self._rotate(self._project(h, layer, layout.key, kv_heads), rows)
+        value = self._project(h, layer, layout.value, kv_heads)
+        if len(caches.keys) == layer:
+            caches.keys.append(key.clone())
+            caches.values.append(value.clone())
+        written = slice(first_written, rows.stop)
+        caches.keys[layer][written] = key[first_written - rows.start :]
+        caches.values[layer][written] = value[first_written - rows.start :]
+        attended = []
+        for head in range(heads):
+            shared = head * kv_heads // heads
+            scores = query[:, head] @ caches.keys[layer][:, shared].T / math.sqrt(query.shape[-1])
+            attended.append(scores.softmax(dim=-1) @ caches.values[layer][:, shared])
+        return self._linear(torch.cat(attended, dim=-1), self._name(layer, layout.attn_out))
 
-    def _tensor(self, name: str) -> Tensor:
-        return self.tensors[f"model.transformer.{name}.weight"]
+    def _name(self, layer: int, part: str) -> str:
+        return f"{self.layout.layer}{layer}.{part}"
+
+    def _weight(self, name: str) -> Tensor:
+        return self.tensors[f"{name}.weight"]
 
     def _norm(self, x: Tensor, name: str) -> Tensor:
         mean_square = (x * x).mean(dim=-1, keepdim=True)
-        return x / torch.sqrt(mean_square + self.config["rms_norm_eps"]) * self._tensor(name)
+        return x / torch.sqrt(mean_square + self.config["rms_norm_eps"]) * self._weight(name)
 
-    def _project(self, h: Tensor, layer: int, name: str, heads: int) -> Tensor:
-        return (h @ self._tensor(f"blocks.{layer}.{name}").T).reshape(len(h), heads, -1)
+    def _linear(self, h: Tensor, name: str) -> Tensor:
+        product = h @ self._weight(name).T
+        bias = self.tensors.get(f"{name}.bias")
+        return product if bias is None else product + bias
+
+    def _project(self, h: Tensor, layer: int, part: str, heads: int) -> Tensor:
+        return self._linear(h, self._name(layer, part)).reshape(len(h), heads, -1)
 
     def _rotate(self, x: Tensor, rows: range) -> Tensor:
         """Turn the plane of dimensions (i, i + D/2) by position x theta^(-2i/D)."""
-        dimensions = x.shape[-1]
-        turned = x.clone()
-        for i in range(dimensions // 2):
-            frequency = self.config["rope_theta"] ** (-2 * i / dimensions)
-            angle = torch.tensor([position * frequency for position in rows])[:, None]
-            a, b = x[..., i], x[..., i + dimensions // 2]
-            turned[..., i] = a * angle.cos() - b * angle.sin()
-            turned[..., i + dimensions // 2] = b * angle.cos() + a * angle.sin()
-        return turned
+        half = x.shape[-1] // 2
+        frequencies = torch.tensor([self.config["rope_theta"] ** (-i / half) for i in range(half)])
+        angles = torch.tensor(list(rows), dtype=torch.float32)[:, None, None] * frequencies
+        a, b = x[..., :half], x[..., half:]
+        return torch.cat((a * angles.cos() - b * angles.sin(), b * angles.cos() + a * angles.sin()), dim=-1)
 
 
 def choose(
-    proposed: dict[int, tuple[int, float]], block: range, step: int, sampling: SamplingParameters, seed: int
+    proposed: dict[int, Proposal], block: range, step: int, sampling: SamplingParameters, seed: int
 ) -> list[int]:
     """The positions that one step fixes."""
-    by_confidence = sorted(proposed, key=lambda position: (-proposed[position][1], position))
-    if sampling.unmasking_strategy == "conf_threshold":
-        assert sampling.confidence_threshold is not None
-        sure = [p for p in proposed if proposed[p][1] >= sampling.confidence_threshold]
+    rule, own = sampling.unmasking_strategy, sampling.parameters()
+    if rule == "random":
+        number = 1 + (draw(seed, 0, block.start, step, 1)[0] * len(proposed) >> 32)
+        return sorted(proposed, key=lambda position: (draw(seed, 0, position, step, 2)[0], position))[:number]
+    if rule == "entropy":
+        sure = [p for p in proposed if proposed[p].entropy <= own["entropy_threshold"]]
+        return sure or [min(proposed, key=lambda p: (proposed[p].entropy, p))]
+    if rule == "margin":
+        sure = [p for p in proposed if proposed[p].margin >= own["margin_threshold"]]
+        return sure or [min(proposed, key=lambda p: (-proposed[p].margin, p))]
+    by_confidence = sorted(proposed, key=lambda position: (-proposed[position].confidence, position))
+    if rule == "conf_threshold":
+        sure = [p for p in proposed if proposed[p].confidence >= own["confidence_threshold"]]
         return sure or by_confidence[:1]
-    if sampling.unmasking_strategy == "conf_quota":
-        return by_confidence[: sampling.fixed_unmask_quota]
-    assert sampling.unmasking_strategy == "random"
-    number = 1 + (draw(seed, 0, block.start, step, 1)[0] * len(proposed) >> 32)
-    return sorted(proposed, key=lambda position: (draw(seed, 0, position, step, 2)[0], position))[:number]
+    if rule == "conf_quota":
+        return by_confidence[: int(own["fixed_unmask_quota"])]
+    assert rule == "conf_dynamic"
+    number = 1
+    while number < len(proposed):
+        limit = 1 - own["dynamic_unmask_factor"] / (number + 2)
+        if proposed[by_confidence[number]].confidence < limit:
+            break
+        number += 1
+    return by_confidence[:number]

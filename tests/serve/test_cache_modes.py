@@ -8,7 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from torch import Tensor
 
 from dbench.errors import OptionError
 from dbench.options import EngineOptions, options_of
@@ -20,7 +19,7 @@ from dbench.serve.sequence import SamplingParameters
 from tests.serve.checkpoints import EOS, VOCABULARY, tiny_tensors, write_checkpoint
 from tests.serve.decoding import NUM_PAGES, PAGE_SIZE, Job, runner_for, task_of
 from tests.serve.engine_builders import make_rig, make_task, quota
-from tests.serve.reference import Caches, Reference
+from tests.serve.reference import Reference
 
 BLOCK_LENGTH = 8
 RULES = (
@@ -29,13 +28,6 @@ RULES = (
     SamplingParameters("conf_threshold", temperature=0.7, confidence_threshold=0.2),
     SamplingParameters("random", temperature=1.0),
 )
-
-
-class Recomputing(Reference):
-    """The reference without any cache: every step computes the whole canvas from its ids."""
-
-    def _forward(self, canvas: list[int | None], rows: range, caches: Caches) -> Tensor:
-        return super()._forward(canvas, range(len(canvas)), Caches([], []))[rows.start : rows.stop]
 
 
 @pytest.fixture(scope="module")
@@ -95,11 +87,13 @@ def alone(reference: Reference) -> list[list[int]]:
 
 @pytest.mark.parametrize("overlap", [False, True])
 def test_full_recomputation_equals_a_reference_without_a_cache(checkpoint: Path, overlap: bool) -> None:
-    assert decode(checkpoint, "none", overlap=overlap) == alone(Recomputing(checkpoint))
+    assert decode(checkpoint, "none", overlap=overlap) == alone(Reference(checkpoint, recomputes=True))
 
 
 def test_the_cache_is_an_approximation_that_these_requests_show(checkpoint: Path) -> None:
-    assert decode(checkpoint, "exact", overlap=True) == alone(Reference(checkpoint)) != alone(Recomputing(checkpoint))
+    exact = decode(checkpoint, "exact", overlap=True)
+    assert exact == alone(Reference(checkpoint))
+    assert exact != alone(Reference(checkpoint, recomputes=True))
 
 
 def test_a_step_without_a_cache_is_a_decode_step_over_the_whole_canvas() -> None:

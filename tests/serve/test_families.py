@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 
 from dbench.errors import ModelError
-from dbench.serve.families import FAMILIES, find_model, read_model_config
+from dbench.models import size_names
+from dbench.options import EngineOptions, options_of
+from dbench.serve.families import FAMILIES, find_model, find_tokenizer, is_built_in, is_named_size, read_model_config
 
 LLADA_8B = {
     "architectures": ["LLaDAModelLM"],
@@ -33,8 +35,36 @@ LLADA_8B = {
 }
 
 
-def write_model(directory: Path, *, without: str = "", **changes: object) -> Path:
-    values = {key: value for key, value in {**LLADA_8B, **changes}.items() if key != without}
+DREAM_7B = {
+    "architectures": ["DreamModel"],
+    "bos_token_id": 151665,
+    "eos_token_id": 151643,
+    "hidden_act": "silu",
+    "hidden_size": 3584,
+    "initializer_range": 0.02,
+    "intermediate_size": 18944,
+    "mask_token_id": 151666,
+    "max_position_embeddings": 131072,
+    "model_type": "Dream",
+    "num_attention_heads": 28,
+    "num_hidden_layers": 28,
+    "num_key_value_heads": 4,
+    "pad_token_id": 151643,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": None,
+    "rope_theta": 1000000.0,
+    "sliding_window": None,
+    "tie_word_embeddings": False,
+    "use_sliding_window": False,
+    "vocab_size": 152064,
+}
+PUBLISHED: dict[str, dict[str, object]] = {"llada": LLADA_8B, "dream": DREAM_7B}
+
+
+def write_model(
+    directory: Path, *, base: dict[str, object] = PUBLISHED["llada"], without: str = "", **changes: object
+) -> Path:
+    values = {key: value for key, value in {**base, **changes}.items() if key != without}
     (directory / "config.json").write_text(json.dumps(values))
     return directory
 
@@ -65,14 +95,75 @@ def test_without_a_tokenizer_the_ids_of_the_config_remain(tmp_path: Path) -> Non
     assert config.reserved_token_ids == (3, 5, 126081, 126336)
 
 
-@pytest.mark.parametrize("key", [*FAMILIES["llada"].keys.values(), "eos_token_id", "architectures"])
-def test_a_missing_key_is_named(tmp_path: Path, key: str) -> None:
+def test_the_published_dream_sizes_are_read(tmp_path: Path) -> None:
+    config = read_model_config(write_model(tmp_path, base=DREAM_7B))
+    assert (config.family, config.head_dim, config.n_kv_heads) == ("dream", 128, 4)
+    assert config.kv_bytes_per_token(2) == 57_344
+    assert (config.mask_token_id, config.init_std) == (151666, 0.02)
+    assert FAMILIES["dream"].logit_shift == 1
+
+
+def test_authors_vouch_for_less_than_the_context_limit(tmp_path: Path) -> None:
+    long, short = (
+        read_model_config(write_model(tmp_path, base=DREAM_7B, max_position_embeddings=limit))
+        for limit in (131072, 1024)
+    )
+    assert (long.max_sequence_length, long.usable_length) == (131072, 2048)
+    assert short.usable_length == 1024
+    assert read_model_config(write_model(tmp_path)).usable_length == 4096
+
+
+def test_special_tokens_come_from_the_tokenizer_s_config_where_there_is_no_tokenizer_json(tmp_path: Path) -> None:
+    tokens = {"151645": ("<|im_end|>", True), "151657": ("<tool_call>", False), "152064": ("<|beyond|>", True)}
+    decoder = {number: {"content": text, "special": special} for number, (text, special) in tokens.items()}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"added_tokens_decoder": decoder}))
+    config = read_model_config(write_model(tmp_path, base=DREAM_7B))
+    assert config.eos_token_ids == (151643, 151645)
+    assert config.reserved_token_ids == (151643, 151645, 151665, 151666)
+
+
+@pytest.mark.parametrize("text", ['{"added_tokens": 3}', '{"added_tokens": [{"id": 5}]}', '{"added_tokens": ["<s>"]}'])
+def test_an_odd_list_of_special_tokens_is_one_line(tmp_path: Path, text: str) -> None:
+    (tmp_path / "tokenizer.json").write_text(text)
+    with pytest.raises(ModelError, match=r"tokenizer\.json: odd list of added tokens"):
+        read_model_config(write_model(tmp_path))
+
+
+def test_the_width_of_a_head_may_stand_in_the_config(tmp_path: Path) -> None:
+    assert read_model_config(write_model(tmp_path, base=DREAM_7B, head_dim=64)).head_dim == 64
+
+
+@pytest.mark.parametrize(
+    ("family", "key"),
+    [
+        (name, key)
+        for name, family in FAMILIES.items()
+        for key in (*family.keys.values(), "eos_token_id", "architectures")
+    ],
+)
+def test_a_missing_key_is_named(tmp_path: Path, family: str, key: str) -> None:
     with pytest.raises(ModelError, match=key):
-        read_model_config(write_model(tmp_path, without=key))
+        read_model_config(write_model(tmp_path, base=PUBLISHED[family], without=key))
 
 
-def test_a_model_without_a_mask_id_is_read(tmp_path: Path) -> None:
-    assert read_model_config(write_model(tmp_path, without="mask_token_id")).mask_token_id is None
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_model_without_a_mask_id_is_read(tmp_path: Path, family: str) -> None:
+    directory = write_model(tmp_path, base=PUBLISHED[family], without="mask_token_id")
+    assert read_model_config(directory).mask_token_id is None
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("tie_word_embeddings", True),
+        ("use_sliding_window", True),
+        ("hidden_act", "gelu"),
+        ("rope_scaling", {"type": "yarn"}),
+    ],
+)
+def test_what_dream_models_are_not_is_refused_by_name(tmp_path: Path, key: str, value: Any) -> None:
+    with pytest.raises(ModelError, match=f"{key} is .*, only .* is supported for DreamModel"):
+        read_model_config(write_model(tmp_path, base=DREAM_7B, **{key: value}))
 
 
 @pytest.mark.parametrize(
@@ -86,7 +177,9 @@ def test_a_model_without_a_mask_id_is_read(tmp_path: Path) -> None:
         ("eos_token_id", 126464, "eos_token_id is 126464"),
         ("mask_token_id", -1, "mask_token_id is -1"),
         ("n_kv_heads", 5, "5 KV heads do not fit"),
-        ("d_model", 4100, "4100 dimensions"),
+        ("d_model", 4100, "4100 dimensions do not fit 32 heads"),
+        ("d_model", 32 * 127, "32 heads of 127 dimensions"),
+        ("head_dim", "128", "head_dim is '128'"),
         ("architectures", ["GPT2LMHeadModel"], r"unknown architecture 'GPT2LMHeadModel' .*LLaDAModelLM"),
         ("architectures", "LLaDAModelLM", "wanted a list"),
         ("dbench_random_weights", "yes", "wanted true or false"),
@@ -118,8 +211,8 @@ def test_a_directory_is_a_model_name(tmp_path: Path) -> None:
     ("name", "hint"),
     [
         ("GSAI-ML/LLaDA-8B-Instruct", "hf download GSAI-ML/LLaDA-8B-Instruct"),
-        ("./nowhere", "or 'embedded'"),
-        ("embeded", "or 'embedded'"),
+        ("./nowhere", r"'embedded' or a size \(dream-7b, dream-tiny, llada-8b, llada-tiny\)"),
+        ("embeded", "'embedded' or a size"),
     ],
 )
 def test_a_missing_directory_says_what_to_do(name: str, hint: str) -> None:
@@ -130,3 +223,28 @@ def test_a_missing_directory_says_what_to_do(name: str, hint: str) -> None:
 def test_a_directory_without_config_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"holds no config\.json"):
         find_model(str(tmp_path))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_named_sizes_of_a_family_have_the_published_one_among_them(family: str) -> None:
+    (published,) = [name for name in size_names() if name.startswith(family) and "tiny" not in name]
+    values = json.loads((find_model(published) / "config.json").read_text())
+    assert {key: values[key] for key in values.keys() & PUBLISHED[family].keys()} == {
+        key: value for key, value in PUBLISHED[family].items() if key in values
+    }
+
+
+@pytest.mark.parametrize("name", size_names())
+def test_a_named_size_knows_its_ids_and_has_no_tokenizer(name: str) -> None:
+    config = read_model_config(find_model(name))
+    assert config.mask_token_id in config.reserved_token_ids
+    assert len(config.eos_token_ids) == 2
+    assert set(config.eos_token_ids) < set(config.reserved_token_ids)
+    assert (is_named_size(name), is_built_in(name)) == (True, True)
+    with pytest.raises(ModelError, match=f"'{name}' is a size without a tokenizer; give the prompt as token ids"):
+        find_tokenizer(name)
+
+
+def test_the_option_lists_the_named_sizes() -> None:
+    (option,) = [option for option in options_of(EngineOptions) if option.name == "load_format"]
+    assert all(name in option.spec.help for name in size_names())

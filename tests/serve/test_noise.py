@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dbench.serve.noise import DrawKeys, Tag, gumbel, philox, token_noise, word
-from tests.serve.reference import draw, noise, philox_scalar
+from tests.serve.reference import draw, noise, noise_of_tokens, philox_scalar
 
 WORDS = st.integers(0, 2**32 - 1)
 INT64 = st.integers(-(2**63), 2**63 - 1)
@@ -37,6 +37,11 @@ def keys_of(seed: int, position: int, step: int) -> DrawKeys:
     return DrawKeys(torch.tensor([seed]), torch.tensor([position]), torch.tensor([step]))
 
 
+def uniform(noise: float) -> float:
+    """The number in (0, 1) that gives this noise."""
+    return -math.expm1(-math.exp(-noise))
+
+
 @pytest.mark.parametrize(("counter", "key", "result"), KNOWN_ANSWERS)
 def test_philox_gives_the_published_answers(counter: str, key: str, result: str) -> None:
     assert philox_of(ints(counter), ints(key)) == ints(result)
@@ -57,7 +62,8 @@ def test_a_word_is_keyed_by_seed_position_step_and_tag(seed: int, position: int,
 def test_token_noise_is_keyed_by_token(seed: int, position: int, step: int, quarter: int, count: int) -> None:
     found = token_noise(keys_of(seed, position, step), 4 * quarter, count)[0].tolist()
     wanted = [noise(seed, 4 * quarter + i, position, step) for i in range(count)]
-    assert found == pytest.approx(wanted, rel=1e-5, abs=1e-5)
+    # compared as the uniform numbers behind them: noise is steep where those come near 1
+    assert [uniform(value) for value in found] == pytest.approx([uniform(value) for value in wanted], rel=1e-5)
 
 
 @pytest.mark.parametrize("x", [0, 1, 2**31, 2**32 - 257, 2**32 - 256, 2**32 - 129, 2**32 - 128, 2**32 - 1])
@@ -78,3 +84,11 @@ def test_noise_has_the_moments_of_a_gumbel_distribution() -> None:
     values = token_noise(keys, 0, 1000).double()
     assert float(values.mean()) == pytest.approx(0.5772, abs=0.01)
     assert float(values.var()) == pytest.approx(math.pi**2 / 6, abs=0.02)
+
+
+@given(INT64, st.integers(0, 4095), st.integers(0, 1023), st.integers(1, 13))
+def test_the_reference_draws_the_noise_of_many_tokens_as_of_each(
+    seed: int, position: int, step: int, count: int
+) -> None:
+    wanted = [noise(seed, token, position, step) for token in range(count)]
+    assert noise_of_tokens(seed, count, position, step).tolist() == pytest.approx(wanted, rel=1e-12)

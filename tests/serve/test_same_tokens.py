@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import random
-from collections import deque
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 
 import pytest
 
 from dbench.models import embedded_directory
-from dbench.serve.engine import Engine, EngineLimits
+from dbench.serve.engine import Engine
 from dbench.serve.families import read_model_config
-from dbench.serve.pages import PagePool
-from dbench.serve.sequence import BlockOutcome, SamplingParameters
-from tests.serve.decoding import NUM_PAGES, PAGE_SIZE, Job, runner_for, task_of
+from dbench.serve.sequence import SamplingParameters
+from tests.serve.decoding import Job, decode_all, engine_on, limits_for, runner_for
 
 BLOCK_LENGTH = 8
-MAX_STEPS = 2000
 RULES = (
     SamplingParameters("conf_threshold", confidence_threshold=0.9),
     SamplingParameters("conf_threshold", temperature=0.7, confidence_threshold=0.2),
@@ -39,46 +35,19 @@ def different_jobs(count: int) -> list[Job]:
     ]
 
 
-@contextmanager
-def engine(*, overlap: bool, max_tokens_per_iteration: int = 512) -> Iterator[Engine]:
+def engine(*, overlap: bool, max_tokens_per_iteration: int = 512) -> AbstractContextManager[Engine]:
     config = read_model_config(embedded_directory())
     assert config.mask_token_id is not None
     runner = runner_for(embedded_directory(), BLOCK_LENGTH, mask_token_id=config.mask_token_id)
-    limits = EngineLimits(
-        max_batch_size=16,
-        max_tokens_per_iteration=max_tokens_per_iteration,
-        block_length=BLOCK_LENGTH,
-        max_model_len=512,
-        queue_policy="arrival_order",
-        overlap=overlap,
-        eos_token_ids=config.eos_token_ids,
-    )
-    try:
-        yield Engine(runner, PagePool(NUM_PAGES, PAGE_SIZE), limits, worker_id=0)
-    finally:
-        runner.close()
+    limits = limits_for(embedded_directory(), BLOCK_LENGTH, overlap=overlap, max_tokens=max_tokens_per_iteration)
+    return engine_on(runner, limits)
 
 
 def decode(engine: Engine, jobs: list[Job]) -> list[list[int]]:
-    """Run all jobs through one engine at once; the engine checks its pages when it goes idle."""
-    numbers = deque(range(len(jobs)))
-    running: dict[object, int] = {}
-    for _ in range(MAX_STEPS):
-        while numbers:
-            number = numbers.popleft()
-            task = task_of(jobs[number], BLOCK_LENGTH, request_id=str(number))
-            running[task.key] = number
-            engine.submit(task)
-        report = engine.step()
-        if report is None:
-            return [job.ids for job in jobs]
-        for end in report.ended:
-            assert end.outcome is BlockOutcome.DONE, end.error
-            number = running.pop(end.key)
-            jobs[number].ids.extend(end.token_ids)
-            if len(jobs[number].ids) < jobs[number].gen_length:
-                numbers.append(number)
-    raise AssertionError(f"{len(running)} blocks never ended")
+    """The ids of all jobs, run at once."""
+    decode_all(engine, jobs, BLOCK_LENGTH)
+    assert not any(job.error for job in jobs)
+    return [job.ids for job in jobs]
 
 
 @pytest.fixture(scope="module")

@@ -48,7 +48,7 @@ def test_transformers_reads_the_same_tokenizer_with_a_chat_template() -> None:
 
 
 def test_a_missing_tokenizer_is_one_line(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match=r"no tokenizer\.json in"):
+    with pytest.raises(ModelError, match=r"no tokenizer\.json, or vocab\.json and merges\.txt in"):
         load_tokenizer(tmp_path)
 
 

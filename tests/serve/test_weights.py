@@ -12,7 +12,7 @@ from torch import Tensor
 from dbench.errors import ModelError
 from dbench.serve.families import find_model, read_model_config
 from dbench.serve.weights import Weights, WeightSource, load_weights
-from tests.serve.checkpoints import tiny_tensors, write_checkpoint
+from tests.serve.checkpoints import TINY_DREAM, tiny_dream_tensors, tiny_tensors, write_checkpoint
 
 LAYER = "model.transformer.blocks.1."
 
@@ -49,6 +49,46 @@ def test_every_tensor_of_a_checkpoint_finds_its_place(tmp_path: Path, num_shards
     assert torch.equal(weights.embedding_VE, tensors["model.transformer.wte.weight"])
     assert torch.equal(weights.final_norm_E, tensors["model.transformer.ln_f.weight"])
     assert torch.equal(weights.lm_head_VE, tensors["model.transformer.ff_out.weight"])
+
+
+def test_biases_lie_beside_their_projections(tmp_path: Path) -> None:
+    tensors = tiny_dream_tensors()
+    weights = load(write_checkpoint(tmp_path, tensors, config=TINY_DREAM))
+    attention, layer = "model.layers.1.self_attn.", weights.layers[1]
+    for kind, found in (("weight", layer.qkv_FE), ("bias", layer.qkv_bias_F)):
+        wanted = [tensors[f"{attention}{part}.{kind}"] for part in ("q_proj", "k_proj", "v_proj")]
+        assert found is not None
+        assert torch.equal(found, torch.cat(wanted))
+    assert torch.equal(layer.gate_up_ME[:48], tensors["model.layers.1.mlp.gate_proj.weight"])
+    assert torch.equal(weights.lm_head_VE, tensors["lm_head.weight"])
+
+
+@pytest.mark.parametrize("name", ["model.layers.2.self_attn.k_proj.bias", "lm_head.weight"])
+def test_a_dream_checkpoint_without_a_bias_or_a_head_is_refused_by_name(tmp_path: Path, name: str) -> None:
+    tensors = tiny_dream_tensors()
+    del tensors[name]
+    with pytest.raises(ModelError, match=f"1 missing tensors: {name}"):
+        load(write_checkpoint(tmp_path, tensors, config=TINY_DREAM))
+
+
+def test_an_output_projection_with_a_bias_is_refused_by_name(tmp_path: Path) -> None:
+    tensors = {**tiny_dream_tensors(), "model.layers.0.self_attn.o_proj.bias": torch.zeros(32)}
+    with pytest.raises(ModelError, match=r"1 unknown tensors: model\.layers\.0\.self_attn\.o_proj\.bias"):
+        load(write_checkpoint(tmp_path, tensors, config=TINY_DREAM))
+
+
+def test_a_head_may_be_wider_than_its_share_of_the_model(tmp_path: Path) -> None:
+    directory = write_checkpoint(tmp_path, {}, 1, config=TINY_DREAM, head_dim=16)
+    layer = load(directory, load_format="random").layers[0]
+    assert (layer.qkv_FE.shape, layer.attn_out_EF.shape) == ((4 * 16 + 2 * 2 * 16, 32), (32, 4 * 16))
+
+
+@pytest.mark.parametrize("name", ["llada-tiny", "dream-tiny"])
+def test_a_named_size_gets_random_weights_of_its_shapes(name: str) -> None:
+    weights = load(find_model(name), load_format="random")
+    assert (len(weights.layers), weights.embedding_VE.shape) == (4, (1024, 128))
+    with pytest.raises(ModelError, match=r"no \*\.safetensors"):
+        load(find_model(name))
 
 
 def test_tensors_are_rounded_to_the_wanted_number_format(tmp_path: Path) -> None:
