@@ -1,8 +1,13 @@
-"""Skips tests marked gpu where there is no CUDA device."""
+"""One thread per test process, and no tests marked gpu where there is no CUDA device."""
 
 from __future__ import annotations
 
+import os
+
 import pytest
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+"""Before torch is imported: threads that spin for each other make tiny tensors many times slower on busy cores."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
