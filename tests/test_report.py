@@ -115,6 +115,11 @@ def test_the_results_are_strict_json_with_version_summary_workers_and_requests(f
     assert [request["request_num_gen_tokens"] for request in results["requests"]] == [4, None]
 
 
+def test_every_request_stands_on_a_line_of_its_own_in_the_results(folder: Path) -> None:
+    lines = (folder / "benchmark_results.json").read_text().splitlines()
+    assert [json.loads(line.rstrip(","))["request_id"] for line in lines if "request_id" in line] == ["a", "b"]
+
+
 def test_figures_are_png_files(folder: Path) -> None:
     for stem in FIGURES:
         assert (folder / f"{stem}.png").read_bytes().startswith(b"\x89PNG\r\n")
