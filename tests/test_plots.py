@@ -99,6 +99,7 @@ def test_arrivals_draw_the_values_of_their_csv(tmp_path: Path) -> None:
     assert line(figure, 1)[1].tolist() == stored["in_flight"].tolist()
     last = stored.iloc[-1]
     assert (last["arrivals"], last["completions"], last["failures"], last["in_flight"]) == (6, 5, 1, 0)
+    assert figure.axes[0].get_xlim()[1] > last["time_s"]  # the last step stands inside the border
 
 
 @pytest.mark.parametrize(

@@ -40,6 +40,9 @@ FEW_WORKERS = 3
 VISIBLE_SHARE = 0.02
 """What never takes more of an interval has no place in the legend: nobody would find its colour."""
 
+RIGHT_MARGIN = 1.015
+"""Of the time axis, so that a step at the last moment is seen whole."""
+
 LOG_SCALED = ("request_time_between_tokens",)
 """Gaps inside a block and between blocks differ by a factor of ten and more."""
 
@@ -220,4 +223,4 @@ def _finish_time(panels: list[Axes], time_s: pd.Series) -> None:
     for axes in panels:
         axes.set_ylim(bottom=0)
     if time_s.max() > 0:
-        panels[-1].set_xlim(0, float(time_s.max()))
+        panels[-1].set_xlim(0, RIGHT_MARGIN * float(time_s.max()))
