@@ -257,8 +257,18 @@ class LoadOptions:
         minimum=2,
         auto="the server's context limit",
     )
+    check_answers: bool = option(
+        False,
+        "Compare every answer with the right one, and report the share that is right; with trace tasks.",
+        panel="Lengths",
+    )
     shuffle: bool = option(True, "Take the trace's rows in seeded random order.", panel="Lengths")
-    ignore_eos: bool = option(True, "Decode the whole gen_length, past any end-of-text id.", panel="Sampling")
+    ignore_eos: bool | None = option(
+        None,
+        "Decode the whole gen_length, past any end-of-text id.",
+        panel="Sampling",
+        auto="false with trace tasks, else true",
+    )
     output_dir: str = option("reports", "Folder that receives the run's folder.", panel="Output")
     name: str | None = option(None, "Name of the run.", panel="Output", auto="the command's name")
 

@@ -92,6 +92,7 @@ LAYERS = {
     "dbench.load.record": 1,
     "dbench.load.target": 5,
     "dbench.load.fake_target": 5,
+    "dbench.load.questions": 6,
     "dbench.load.schedule": 6,
     "dbench.load.flights": 6,
     "dbench.load.driver": 6,

@@ -33,8 +33,9 @@ SERVER_ENVIRONMENT_FILE = "server_environment.json"
 
 DEFAULT_NAME = "run"
 CLIENT_SECTIONS = (LoadOptions, SamplingOptions, TerminalOptions)
-CLIENT_OPTIONS = ("api_key", "enable_individual_batch_metrics")
-"""Service options that mean something to a client of a running server: the key it sends, a table it writes."""
+CLIENT_OPTIONS = ("api_key", "enable_individual_batch_metrics", "tokenizer")
+"""Server options that mean something to a client of a running server: the key it sends, a table it writes, and how
+it turns problems into tokens and answers into text."""
 
 
 def run_command(invocation: Invocation) -> int:
@@ -129,10 +130,10 @@ def _run(
     The first Ctrl-C or SIGTERM ends the run and keeps what it measured, the second ends dbench.
     """
     load, sampling = resolved.section(LoadOptions), resolved.section(SamplingOptions)
-    key = resolved.section(ServiceOptions).api_key
+    key, tokenizer = resolved.section(ServiceOptions).api_key, resolved.section(EngineOptions).tokenizer
 
     async def run() -> RunResult:
-        async with aclosing(GrpcTarget(address, key)) as target:
+        async with aclosing(GrpcTarget(address, key, tokenizer=tokenizer)) as target:
             run_dir = folder or _attached_folder(resolved, await target.info())
             return await run_load(target, load, sampling, run_dir, on_progress=on_progress)
 

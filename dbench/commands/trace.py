@@ -13,7 +13,7 @@ from numpy.typing import ArrayLike
 from dbench.cli_options import Invocation
 from dbench.commands.common import open_view, print_json
 from dbench.errors import EXIT_OK, TraceError
-from dbench.load.traces import COLUMNS, PROFILES, LengthPair, Trace, open_trace
+from dbench.load.traces import COLUMNS, NAMED, LengthPair, TaskTrace, Trace, open_trace
 from dbench.options import ProfileOptions
 from dbench.quantiles import quantiles
 
@@ -53,7 +53,8 @@ def trace_show_command(invocation: Invocation) -> int:
         return EXIT_OK
     for note in trace.notes:
         print(note)
-    print(f"{len(pairs)} {'rows' if trace.num_rows else f'draws with seed {SHOWN_SEED}'}, in tokens:")
+    unit = "bytes of problem and answer" if isinstance(trace, TaskTrace) else "tokens"
+    print(f"{len(pairs)} {'rows' if trace.num_rows else f'draws with seed {SHOWN_SEED}'}, in {unit}:")
     print()
     print("\n".join(_table(statistics)))
     return EXIT_OK
@@ -83,11 +84,11 @@ def trace_make_command(invocation: Invocation) -> int:
 
 def _show_names(*, as_json: bool) -> None:
     if as_json:
-        print_json({name: profile.source for name, profile in PROFILES.items()})
+        print_json(NAMED)
         return
-    width = max(map(len, PROFILES))
-    for name, profile in PROFILES.items():
-        print(f"{name:<{width}}  {profile.source}")
+    width = max(map(len, NAMED))
+    for name, source in NAMED.items():
+        print(f"{name:<{width}}  {source}")
 
 
 def _pairs(trace: Trace, count: int, seed: int, *, shuffle: bool) -> list[LengthPair]:

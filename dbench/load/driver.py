@@ -108,7 +108,7 @@ class _Run:
     async def run(self, on_progress: Callable[[RunProgress], None] | None, rule: StopRule | None) -> Ending:
         """From the first warm-up request to the last line of the log."""
         self._log.write(self._schedule.drawn)
-        flights = Flights(self._target, self._log, self._tally, rule, self._end, self._crash)
+        flights = Flights(self._target, self._log, self._tally, rule, self._end, self._crash, self._schedule.check_with)
         report = on_progress or _show_nothing
         tasks = [self._start(self._send(flights)), self._start(self._watch(report, rule))]
         if on_progress is not None:

@@ -37,6 +37,7 @@ FAKE_INFO = TargetInfo(
     num_workers=1,
     resolved_config_json="{}",
     environment_json="{}",
+    tokenizer="embedded",
 )
 
 PASSES_PER_BLOCK = 2

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from dbench.errors import ServerUnavailable
 from dbench.events import RequestDone, RequestSent
+from dbench.load.questions import NO_ANSWER, Answer, Questions
 from dbench.load.record import EventWriter, Tally
 from dbench.load.stop import DoneFact, SentFact, StopRule
 from dbench.load.target import CANCELLED, ERROR, LoadRequest, Outcome, Target
@@ -61,6 +62,8 @@ class Flights:
     """Told when the target is gone."""
     crash: Callable[[BaseException], None]
     """Told of any exception that is no outcome."""
+    questions: Questions | None = None
+    """To check answers by; None: they are not checked."""
     _tasks: set[asyncio.Task[bool]] = field(default_factory=set)
     _given_up: Unfinished = field(default_factory=lambda: Unfinished(CANCELLED, "the run was over"))
 
@@ -121,6 +124,7 @@ class Flights:
                 intended_s=flight.intended_s,
                 num_prompt_tokens=len(flight.request.prompt_token_ids),
                 gen_length=flight.request.gen_length,
+                task="" if flight.request.problem is None else flight.request.problem.task,
             )
         )
 
@@ -128,6 +132,7 @@ class Flights:
         done_s = time.monotonic()
         if not flight.request_id:  # never accepted: the log needs a name all the same
             self._accepted(flight, outcome.request_id or f"unaccepted-{flight.role}-{flight.request.index}")
+        answer = self._answer(flight.request, outcome)
         self.log.write(
             RequestDone(
                 at_s=done_s,
@@ -139,6 +144,8 @@ class Flights:
                 first_block_s=outcome.first_block_s,
                 error=outcome.error,
                 token_ids_sha256=_digest(outcome.token_ids) if outcome.completed else "",
+                answer_is_right=None if answer is None else answer.is_right,
+                answer_text="" if answer is None or answer.is_right else answer.text,
             )
         )
         self.tally.in_flight -= 1
@@ -153,6 +160,11 @@ class Flights:
                 self.rule.done(DoneFact(flight.request.index, flight.intended_s, done_s, outcome.completed))
             if self.tally.num_done == self.tally.num_requests:
                 self.end(Ending("complete"))
+
+    def _answer(self, request: LoadRequest, outcome: Outcome) -> Answer | None:
+        if self.questions is None or request.problem is None:
+            return None
+        return self.questions.answer(request.problem, outcome.token_ids) if outcome.completed else NO_ANSWER
 
     def _landed(self, task: asyncio.Task[bool]) -> None:
         self._tasks.discard(task)

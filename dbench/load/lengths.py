@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dbench.errors import OptionError, TraceError
-from dbench.load.traces import LengthPair, Trace, open_trace
+from dbench.load.traces import TASKS_TRACE, LengthPair, TaskTrace, Trace, open_trace
 from dbench.options import LoadOptions
 
 
@@ -73,6 +73,20 @@ class FixedLengths:
 
 def length_source(load: LoadOptions) -> Trace:
     """What the length options ask for. Raises OptionError for options that contradict, TraceError for a bad trace."""
+    source = _length_source(load)
+    if isinstance(source, TaskTrace):
+        if scales_of(load) != (1.0, 1.0):
+            raise OptionError(
+                f"trace {source.name} asks whole problems, which have no other length; "
+                "leave out length_scale, prompt_scale and gen_scale"
+            )
+    elif load.check_answers:
+        what = f"trace {source.name}" if source.name else f"length_type {load.length_type or 'fixed'}"
+        raise OptionError(f"check_answers: {what} has no answers to compare with; use it with --trace {TASKS_TRACE}")
+    return source
+
+
+def _length_source(load: LoadOptions) -> Trace:
     length_type = load.length_type or ("fixed" if load.trace is None else "trace")
     if length_type == "trace":
         if load.trace is None:
@@ -83,6 +97,11 @@ def length_source(load: LoadOptions) -> Trace:
     if scales_of(load) != (1.0, 1.0):
         raise OptionError("length_scale, prompt_scale and gen_scale need a trace; set prompt_tokens and gen_tokens")
     return FixedLengths(LengthPair(load.prompt_tokens, load.gen_tokens))
+
+
+def ignores_eos(load: LoadOptions) -> bool:
+    """Whether requests are decoded past their end of text: as told, else wherever lengths are all that counts."""
+    return load.trace != TASKS_TRACE if load.ignore_eos is None else load.ignore_eos
 
 
 def scales_of(load: LoadOptions) -> tuple[float, float]:

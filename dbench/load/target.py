@@ -12,12 +12,17 @@ from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass
 from typing import Protocol
 
-from dbench.errors import RequestError, ServerError, ServerUnavailable
+from dbench.errors import ModelError, RequestError, ServerError, ServerUnavailable
 from dbench.events import Event, shifted
+from dbench.load.tasks import Problem
 from dbench.progress import WorkerProgress
+from dbench.serve.chat import Message as Message
 from dbench.serve.client import Client
+from dbench.serve.families import find_tokenizer
 from dbench.serve.sequence import SamplingParameters as SamplingParameters
 from dbench.serve.sequence import Status
+from dbench.serve.tokenizer import Tokenizer as Tokenizer
+from dbench.serve.tokenizer import load_tokenizer
 from dbench.serve.wire import Accepted, FinishedBlock, PollState, Submission, worker_progress
 
 COMPLETED, ERROR, CANCELLED = str(Status.COMPLETED), str(Status.ERROR), str(Status.CANCELLED)
@@ -35,6 +40,8 @@ class LoadRequest:
     sampling: SamplingParameters
     request_seed: int
     ignore_eos: bool
+    problem: Problem | None = None
+    """What its prompt asks, where it asks something."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +76,15 @@ class TargetInfo:
     num_workers: int
     resolved_config_json: str
     environment_json: str
+    tokenizer: str = ""
+    """Directory of its tokenizer's files, or 'embedded'; empty where it names none."""
+
+
+def open_tokenizer(info: TargetInfo) -> Tokenizer:
+    """The target's tokenizer, from this machine's files. Raises ModelError."""
+    if not info.tokenizer:
+        raise ModelError(f"{info.model}: the target names no tokenizer; name a directory that holds it (--tokenizer)")
+    return load_tokenizer(find_tokenizer(info.tokenizer))
 
 
 class Target(Protocol):
@@ -121,12 +137,23 @@ class ClockOffset:
 
 
 class GrpcTarget:
-    """A dbench server at host:port; connects at the first call of `info`."""
+    """A dbench server at host:port; connects at the first call of `info`.
 
-    def __init__(self, address: str, api_key: str | None = None, ready_timeout_s: float = 300.0) -> None:
+    `tokenizer` is where its tokenizer's files are on this machine, if not where the server says.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        api_key: str | None = None,
+        *,
+        ready_timeout_s: float = 300.0,
+        tokenizer: str | None = None,
+    ) -> None:
         self._address = address
         self._api_key = api_key
         self._ready_timeout_s = ready_timeout_s
+        self._tokenizer = tokenizer
         self._stack = AsyncExitStack()
         self._open_client: Client | None = None
         self._offset = ClockOffset()
@@ -147,6 +174,7 @@ class GrpcTarget:
             num_workers=len(status.workers),
             resolved_config_json=status.resolved_config_json,
             environment_json=status.environment_json,
+            tokenizer=self._tokenizer or status.tokenizer,
         )
 
     async def workers(self) -> tuple[WorkerProgress, ...]:

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import cycle, islice
 
 from dbench.errors import TraceError, unknown_name
 
@@ -147,16 +148,19 @@ def draw_training(rng: random.Random) -> Problem:
 
 def held_out(seed: int, count: int) -> list[Problem]:
     """`count` different evaluation problems, tasks taking turns; a smaller count gives the start of a larger one."""
+    return list(islice(all_held_out(seed), count))
+
+
+def all_held_out(seed: int) -> Iterator[Problem]:
+    """Different evaluation problems without an end, tasks taking turns."""
     rng = random.Random(seed)
-    tasks = list(TASKS)
-    problems: list[Problem] = []
     seen: set[str] = set()
-    while len(problems) < count:
-        problem = draw(tasks[len(problems) % len(tasks)], rng, held_out=True)
-        if problem.prompt not in seen:
-            seen.add(problem.prompt)
-            problems.append(problem)
-    return problems
+    for task in cycle(TASKS):
+        problem = draw(task, rng, held_out=True)
+        while problem.prompt in seen:
+            problem = draw(task, rng, held_out=True)
+        seen.add(problem.prompt)
+        yield problem
 
 
 def check(problem: Problem, text: str) -> bool:

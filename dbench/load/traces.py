@@ -1,8 +1,8 @@
 """Traces: where pairs of prompt and generated length come from.
 
 A named trace is a profile: two columns of marginal quantiles in `traces/NAME.quantiles.csv`, joined by a
-Gaussian copula. A file is taken row by row. Either way a trace is an endless stream of pairs, so that
-arrivals can go on after the last measured request.
+Gaussian copula; or `tasks`, problems whose answers can be checked. A file is taken row by row. Each is an endless
+stream, so that arrivals can go on after the last measured request.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dbench.errors import TraceError, unknown_name
+from dbench.load.tasks import TASKS, Problem, all_held_out
 
 log = logging.getLogger(__name__)
 
@@ -49,7 +50,7 @@ class Trace(Protocol):
 
     @property
     def num_rows(self) -> int | None:
-        """Rows before the first is used again; None for a profile."""
+        """Rows before the first is used again; None where there is no such row."""
 
     def pairs(self, generator: np.random.Generator, *, shuffle: bool) -> Iterator[LengthPair]:
         """Pairs without an end; the same generator state gives the same pairs."""
@@ -77,6 +78,15 @@ PROFILES: dict[str, Profile] = {
 }
 
 
+TASKS_TRACE = "tasks"
+
+NAMED: dict[str, str] = {
+    **{name: profile.source for name, profile in PROFILES.items()},
+    TASKS_TRACE: f"held-out problems with checkable answers: {', '.join(TASKS)}",
+}
+"""Named trace -> where its requests come from."""
+
+
 def traces_dir() -> Path:
     """The folder of the profiles: inside an installed package, or at the root of the repository."""
     package = Path(__file__).resolve().parent.parent
@@ -86,12 +96,14 @@ def traces_dir() -> Path:
 
 def open_trace(name_or_file: str) -> Trace:
     """The named trace, or the CSV file at that path. Raises TraceError."""
+    if name_or_file == TASKS_TRACE:
+        return TaskTrace()
     if name_or_file in PROFILES:
         return read_profile(name_or_file, traces_dir() / f"{name_or_file}.quantiles.csv")
     path = Path(name_or_file)
     if path.is_file():
         return read_csv_trace(path)
-    raise TraceError(f"{unknown_name('trace', name_or_file, PROFILES)}, and no file of that name")
+    raise TraceError(f"{unknown_name('trace', name_or_file, NAMED)}, and no file of that name")
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,6 +168,32 @@ class RowTrace:
         while True:
             order = generator.permutation(len(self.rows)).tolist() if shuffle else range(len(self.rows))
             yield from (self.rows[i] for i in order)
+
+
+@dataclass(frozen=True, slots=True)
+class TaskTrace:
+    """Held-out problems, tasks taking turns."""
+
+    @property
+    def name(self) -> str:
+        return TASKS_TRACE
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        return (f"trace {TASKS_TRACE}: {NAMED[TASKS_TRACE]}",)
+
+    @property
+    def num_rows(self) -> int | None:
+        return None
+
+    def problems(self, seed: int) -> Iterator[Problem]:
+        """Different problems without an end."""
+        return all_held_out(seed)
+
+    def pairs(self, generator: np.random.Generator, *, shuffle: bool) -> Iterator[LengthPair]:
+        """Bytes of problem and answer: how many tokens they make depends on the model that is asked."""
+        for problem in self.problems(int(generator.integers(2**63))):
+            yield LengthPair(len(problem.prompt), len(problem.answer))
 
 
 def read_profile(name: str, path: Path) -> ProfileTrace:

@@ -17,7 +17,7 @@ from dbench.options import COMMAND_SECTIONS, EngineOptions, LoadOptions, Samplin
 from dbench.resolve import check_sampling, resolve_serve
 from dbench.search.capacity import SearchSettings
 from dbench.search.keys import digest, job_key
-from dbench.search.sla import EXAMPLE, Rule, parse_rules
+from dbench.search.sla import ACCURACY, EXAMPLE, Rule, parse_rules
 from dbench.search.space import parse_qps_list, qps_name
 from dbench.search.yaml_jobs import JobEntry, JobsFile, is_jobs_file, read_jobs_file
 from dbench.serve.deployment import deployment_of
@@ -146,6 +146,8 @@ def _job(name: str, given: Resolved, rules: tuple[Rule, ...]) -> Job:
     settings = _settings(given)
     if not rules and not settings.qps_list:
         raise SlaError(f"no limit to search by; give --sla ({EXAMPLE}), or --qps-list to run rates without")
+    if any(rule.metric == ACCURACY for rule in rules) and not given.section(LoadOptions).check_answers:
+        raise SlaError(f"--sla: {ACCURACY} is known only where answers are checked; add --trace tasks --check-answers")
     check_sampling(given)
     resolved = resolve_serve(given.replace("scheduler_port", 0, FREE_PORT))
     _check_load(resolved)
@@ -166,6 +168,7 @@ def _check_load(options: Resolved) -> None:
         num_workers=len(deployment.devices),
         resolved_config_json="",
         environment_json="",
+        tokenizer=deployment.tokenizer,
     )
     draw_schedule(options.section(LoadOptions), options.section(SamplingOptions), info)
 

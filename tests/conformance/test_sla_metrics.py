@@ -20,7 +20,7 @@ from dbench.search.verdict import RunMeasurements, TrialEnd, judge
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> RunData:
     run_dir: Path = tmp_path_factory.mktemp("run")
-    load = LoadOptions(qps=200.0, num_requests=20, interval_type="static", gen_tokens=64)
+    load = LoadOptions(qps=200.0, num_requests=20, interval_type="static", trace="tasks", check_answers=True)
     target = InProcessTarget(Script(service_time=lambda request: 0.002))
     result = asyncio.run(run_load(target, load, SamplingOptions(), run_dir))
     assert result.reason == "complete"
