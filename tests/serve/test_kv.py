@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import psutil
 import torch
 
 from dbench.serve.families import read_model_config
@@ -30,6 +31,16 @@ def test_rows_come_back_in_canvas_order_from_shuffled_pages(tmp_path: Path) -> N
     found_k, found_v = kv.gather(1, pages, 10)
     assert torch.equal(found_k, k)
     assert torch.equal(found_v, v)
+
+
+def test_pool_takes_memory_where_it_is_written_and_not_before(tmp_path: Path) -> None:
+    config = read_model_config(write_checkpoint(tmp_path, {}, 1))
+    process = psutil.Process()
+    before = process.memory_info().rss
+    kv = KvPool(config, num_pages=100_000, page_size=PAGE, like=torch.zeros(1))
+    kv.write(0, rows(PAGE, 1), rows(PAGE, 2), torch.arange(PAGE))
+    num_bytes = 100_000 * PAGE * config.kv_bytes_per_token(4)
+    assert process.memory_info().rss - before < num_bytes / 10
 
 
 def test_layers_and_other_pages_stay_apart(tmp_path: Path) -> None:
