@@ -11,9 +11,22 @@ from hypothesis import strategies as st
 from rich.cells import cell_len
 
 from dbench.console.look import ASCII, UNICODE
+from dbench.console.plain import state_line
 from dbench.console.rates import UNKNOWN, RateTable
 from dbench.progress import Progress, RuleProgress, RunPhase, RunProgress, SearchProgress, ServerState, Verdict
-from tests.console_snapshots import ERROR_RULE, RULE, lines, run, search, serve, trial, view_text, worker, workers
+from tests.console_snapshots import (
+    ERROR_RULE,
+    RATES,
+    RULE,
+    lines,
+    run,
+    search,
+    serve,
+    trial,
+    view_text,
+    worker,
+    workers,
+)
 
 LONG = "a" * 300
 SNAPSHOTS: dict[str, Progress] = {"serve": serve(), "run": run(), "search": search()}
@@ -138,6 +151,17 @@ def test_a_search_without_trials_rules_or_a_run_is_drawn() -> None:
     assert "no trial yet" in text
     assert "highest pass -" in text
     assert "lowest fail -" in text
+
+
+def test_a_probe_is_a_closed_loop_and_no_trial() -> None:
+    probe = search(trials=(), highest_pass=None, lowest_fail=None, running=run(offered_qps=0.0))
+    text = view_text(probe)
+    assert "probe" in text
+    assert "offered closed loop" in text
+    assert "0 QPS" not in text
+    line = state_line(probe, RATES, ASCII)
+    assert "; probe: measuring" in line
+    assert "QPS 1.93, p50" in line
 
 
 def test_several_rules_have_labels_and_a_column_each() -> None:

@@ -174,6 +174,11 @@ def number(value: float | None) -> str:
     return _digits(value)
 
 
+def offered_rate(qps: float) -> str:
+    """The rate that a run offers; 0 stands for a closed loop, which has none."""
+    return f"{number(qps)} QPS" if qps else "closed loop"
+
+
 def rate(qps: float | None) -> str:
     """A searched rate to four digits, so that neighbours in a bisection stay apart."""
     if qps is None or not math.isfinite(qps) or abs(qps) >= 1e9:

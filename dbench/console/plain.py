@@ -167,7 +167,7 @@ def _run_text(p: RunProgress) -> str:
     return (
         f"{p.phase.value} {elapsed(p.elapsed_s)}, {finished}/{p.num_requests} ({percent(finished_share(p))}), "
         f"{p.num_failed} failed, {p.in_flight} in flight, "
-        f"QPS {number(p.achieved_qps)} of {number(p.offered_qps)} offered{known}"
+        f"QPS {number(p.achieved_qps)}{f' of {number(p.offered_qps)} offered' if p.offered_qps else ''}{known}"
     )
 
 
@@ -178,7 +178,8 @@ def _search_line(p: SearchProgress, glyphs: Glyphs) -> str:
     )
     if p.running is None:
         return text
-    return f"{text}; running at {rate(p.running.offered_qps)} QPS: {_run_text(p.running)}"
+    what = f"running at {rate(p.running.offered_qps)} QPS" if p.running.offered_qps else "probe"
+    return f"{text}; {what}: {_run_text(p.running)}"
 
 
 def _workers_text(progress: ServeProgress | RunProgress, rates: RateTable) -> str:

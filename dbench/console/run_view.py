@@ -7,7 +7,7 @@ import math
 from rich.text import Text
 
 from dbench.console.layout import LABEL, Lines, Page, beside, box, ends, pair_lines, pairs, stack, titled
-from dbench.console.look import bar, clean, duration, elapsed, number, pad, percent, share_of, shorten
+from dbench.console.look import bar, clean, duration, elapsed, number, offered_rate, pad, percent, share_of, shorten
 from dbench.console.rates import RateTable
 from dbench.console.workers import errors_box, workers_box, workers_lines
 from dbench.progress import RunPhase, RunProgress
@@ -31,7 +31,7 @@ def run_summary(progress: RunProgress, rates: RateTable, page: Page) -> Lines:
     """The run in four lines, five with an error, more on a narrow terminal."""
     width = page.inner_width
     load = [
-        ("offered", f"{number(progress.offered_qps)} QPS"),
+        ("offered", offered_rate(progress.offered_qps)),
         ("achieved", f"{number(progress.achieved_qps)} QPS"),
         ("in flight", f"{progress.in_flight:,}"),
         ("failed", f"{progress.num_failed:,}"),
@@ -102,7 +102,7 @@ def _figures(progress: RunProgress, page: Page) -> Lines:
 
 def _load(progress: RunProgress) -> list[tuple[str, str]]:
     return [
-        ("offered", f"{number(progress.offered_qps)} QPS"),
+        ("offered", offered_rate(progress.offered_qps)),
         ("achieved", f"{number(progress.achieved_qps)} QPS"),
         ("in flight", f"{progress.in_flight:,}    "),
         ("sent", f"{progress.num_sent:,}    "),

@@ -8,7 +8,7 @@ from rich.text import Text
 
 from dbench.console.axis import axis, running_qps, verdict_mark
 from dbench.console.layout import LABEL, Lines, Page, box, ends, pair_lines, stack, titled
-from dbench.console.look import NOTHING, clean, elapsed, number, rate, shorten
+from dbench.console.look import clean, elapsed, number, rate, shorten
 from dbench.console.rates import RateTable
 from dbench.console.run_view import phase_note, run_summary
 from dbench.console.trials import all_rules, rule_label, trials_box
@@ -87,7 +87,5 @@ def _running(progress: SearchProgress, rates: RateTable, page: Page) -> Lines:
     if progress.running is None:
         return []
     numbers = [t.number for t in progress.trials if t.verdict == Verdict.RUNNING]
-    which = f"trial {numbers[-1]}" if numbers else "trial"
-    qps = running_qps(progress)
-    title = titled(which, f"at {rate(qps) if qps is not None else NOTHING} QPS")
+    title = titled(f"trial {numbers[-1]}", f"at {rate(running_qps(progress))} QPS") if numbers else titled("probe")
     return box(title, run_summary(progress.running, rates, page), page, phase_note(progress.running, page))

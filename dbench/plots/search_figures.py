@@ -34,9 +34,13 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+AT_LEAST = "fail_stopped_early"
+"""A fail whose value was not waited for to the end."""
+
 VERDICTS = {
     "pass": ("pass", "o", GREEN),
     "fail": ("fail", "X", ORANGE),
+    AT_LEAST: ("fail, stopped early: at least this", "^", ORANGE),
     "invalid": ("invalid (load generator)", "s", GREY),
     "unjudged": ("not judged", "D", BLUE),
 }

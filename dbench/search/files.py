@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from dbench.events import SCHEMA_VERSION
 from dbench.metrics import load_run, metric_values
-from dbench.plots import Outcome, Title, TrialPoint, latency_cdfs, sla_metric_vs_qps
+from dbench.plots import AT_LEAST, Outcome, Title, TrialPoint, latency_cdfs, sla_metric_vs_qps
 from dbench.progress import Verdict
 from dbench.result_files import write_json, write_text
 from dbench.search.results import JobResult, SearchResults, job_to_json
@@ -101,7 +101,8 @@ def _point(trial: StoredTrial, rule: str) -> TrialPoint | None:
     value = next((found.value for found in trial.rules if found.rule == rule), None)
     if value is None and trial.stopped_early:
         return None
-    return TrialPoint(trial.qps, math.inf if value is None else value, str(trial.verdict))
+    verdict = AT_LEAST if trial.stopped_early and trial.verdict is Verdict.FAIL else str(trial.verdict)
+    return TrialPoint(trial.qps, math.inf if value is None else value, verdict)
 
 
 def _compared(job: JobResult) -> dict[str, StoredTrial]:

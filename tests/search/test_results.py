@@ -125,6 +125,8 @@ def test_a_stopped_trial_shows_what_its_value_is_at_least(tmp_path: Path) -> Non
     (plots,) = results.folder.glob("jobs/*/plots")
     with (plots / "error_rate_vs_qps.csv").open(newline="") as file:
         assert [row["qps"] for row in csv.DictReader(file)] == ["1", "2", "2.82843"]
+    with (plots / "request_e2e_time_p90_vs_qps.csv").open(newline="") as file:
+        assert [row["verdict"] for row in csv.DictReader(file)] == ["pass", "pass", "pass", "fail_stopped_early"]
     assert "first fail, 4 QPS (stopped early)" in (plots / "latency_cdfs.csv").read_text()
 
 
