@@ -23,14 +23,20 @@ MAX_ITERATIONS = 1000
 
 
 def runner_for(
-    directory: Path, block_length: int, *, dtype: str = "float32", num_slots: int = 16, mask_token_id: int = MASK
+    directory: Path,
+    block_length: int,
+    *,
+    dtype: str = "float32",
+    num_slots: int = 16,
+    mask_token_id: int = MASK,
+    device: str = "cpu",
 ) -> TorchRunner:
     return build_runner(
         RunnerConfig(
             model_dir=directory,
             load_format="auto",
             dtype=dtype,
-            device="cpu",
+            device=device,
             seed=0,
             num_pages=NUM_PAGES,
             page_size=PAGE_SIZE,

@@ -40,10 +40,12 @@ def different_jobs(count: int) -> list[Job]:
     ]
 
 
-def engine(*, overlap: bool, max_tokens_per_iteration: int = 512) -> AbstractContextManager[Engine]:
+def engine(
+    *, overlap: bool, max_tokens_per_iteration: int = 512, device: str = "cpu"
+) -> AbstractContextManager[Engine]:
     config = read_model_config(embedded_directory())
     assert config.mask_token_id is not None
-    runner = runner_for(embedded_directory(), BLOCK_LENGTH, mask_token_id=config.mask_token_id)
+    runner = runner_for(embedded_directory(), BLOCK_LENGTH, mask_token_id=config.mask_token_id, device=device)
     limits = limits_for(embedded_directory(), BLOCK_LENGTH, overlap=overlap, max_tokens=max_tokens_per_iteration)
     return engine_on(runner, limits)
 
