@@ -7,24 +7,26 @@ import logging
 from collections.abc import Callable
 from contextlib import aclosing, suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from dbench import __version__
 from dbench.cli_options import Invocation
 from dbench.commands.common import new_folder, open_view
-from dbench.commands.summary import report_run
 from dbench.config import AUTO_PREFIX, ENVIRONMENT_PREFIX, FLAG, Resolved, option_table
 from dbench.errors import EXIT_FAILED, EXIT_OK, OptionError, RunCutShort, RunError, ServerError
 from dbench.load.driver import RunResult, run_load
 from dbench.load.lengths import length_source
 from dbench.load.stop import run_cancellable
 from dbench.load.target import GrpcTarget, TargetInfo
-from dbench.measure.summary import RunSummary
 from dbench.options import EngineOptions, LoadOptions, SamplingOptions, ServiceOptions, TerminalOptions, options_of
 from dbench.progress import RunProgress
 from dbench.resolve import check_sampling, resolve_serve
 from dbench.result_files import write_json
 from dbench.run_folder import SERVER_LOG_FILE, write_origin
 from dbench.serve.launch import ServerProcess
+
+if TYPE_CHECKING:
+    from dbench.measure.summary import RunSummary
 
 logger = logging.getLogger(__name__)
 
@@ -54,9 +56,15 @@ def run_command(invocation: Invocation) -> int:
             result = _run_attached(resolved, view.update) if load.server else _run_own_server(resolved, view.update)
     except RunCutShort as error:
         with suppress(RunError):  # the report may well meet the same full disk; the first error says it all
-            report_run(error.run_dir, as_json=invocation.json)
+            _report(error.run_dir, as_json=invocation.json)
         raise
-    return exit_code(result, report_run(result.run_dir, as_json=invocation.json))
+    return exit_code(result, _report(result.run_dir, as_json=invocation.json))
+
+
+def _report(run_dir: Path, *, as_json: bool) -> RunSummary:
+    from dbench.commands.summary import report_run  # pandas takes half a second that the first request need not wait
+
+    return report_run(run_dir, as_json=as_json)
 
 
 def exit_code(result: RunResult, summary: RunSummary) -> int:
@@ -118,7 +126,9 @@ def _run_attached(resolved: Resolved, on_progress: Callable[[RunProgress], None]
 def _run_own_server(resolved: Resolved, on_progress: Callable[[RunProgress], None]) -> RunResult:
     folder = new_run_folder(resolved)
     engine, service = resolved.section(EngineOptions), resolved.section(ServiceOptions)
-    with ServerProcess(engine, service, log_path=folder / SERVER_LOG_FILE, config_json=resolved.to_json()) as server:
+    log_path = folder / SERVER_LOG_FILE
+    logger.info("starting a server, its log is %s", log_path)
+    with ServerProcess(engine, service, log_path=log_path, config_json=resolved.to_json()) as server:
         return _run(server.address, resolved, folder, on_progress)
 
 
