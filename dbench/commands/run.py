@@ -127,7 +127,7 @@ def _run_own_server(resolved: Resolved, on_progress: Callable[[RunProgress], Non
     folder = new_run_folder(resolved)
     engine, service = resolved.section(EngineOptions), resolved.section(ServiceOptions)
     log_path = folder / SERVER_LOG_FILE
-    logger.info("starting a server, its log is %s", log_path)
+    logger.info("starting a server (%s)", log_path)
     with ServerProcess(engine, service, log_path=log_path, config_json=resolved.to_json()) as server:
         return _run(server.address, resolved, folder, on_progress)
 

@@ -43,7 +43,7 @@ def test_concurrency_holds_beside_the_rate_that_a_saved_configuration_names(tmp_
 def test_attached_run_refuses_every_option_of_a_server(option: Option) -> None:
     name = option.name
     resolved = given(server="127.0.0.1:1").replace(name, None, "flag")
-    if name in ("api_key", "enable_individual_batch_metrics"):
+    if name in ("api_key", "enable_individual_batch_metrics", "tokenizer"):
         refuse_server_options(resolved)
     else:
         with pytest.raises(OptionError, match=f"^--{name.replace('_', '-')} configures a server"):
