@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+import shutil
+import sys
+import textwrap
 from dataclasses import asdict
 from pathlib import Path
 
@@ -11,13 +14,19 @@ from dbench.errors import RunError
 from dbench.metrics import Distribution, RunSummary, load_run, summarize
 from dbench.report import write_report
 
+TITLE_WIDTH = 12
+SHORTEST_LINE = 20
+TIE = "\N{NO-BREAK SPACE}"
+"""Within a figure; becomes a plain space once lines are broken."""
+
 
 def print_summary(summary: RunSummary, folder: Path, *, as_json: bool) -> None:
     """The results on stdout."""
     if as_json:
         print_json({"run_dir": str(folder), **asdict(summary)})
         return
-    print("\n".join(summary_lines(summary, folder)))
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+    print("\n".join(summary_lines(summary, folder, width)))
 
 
 def report_run(folder: Path, *, as_json: bool) -> RunSummary:
@@ -31,8 +40,11 @@ def report_run(folder: Path, *, as_json: bool) -> RunSummary:
     return summary
 
 
-def summary_lines(summary: RunSummary, folder: Path) -> list[str]:
-    """One figure or group of figures per line; what the run has no figure for is left out."""
+def summary_lines(summary: RunSummary, folder: Path, width: int | None = None) -> list[str]:
+    """One figure or group of figures per line; what the run has no figure for is left out.
+
+    With a width, longer lines are continued under their own text; a figure is never torn from its name and unit.
+    """
     rows = [
         ("run", _ending(summary)),
         ("requests", _requests(summary)),
@@ -47,7 +59,15 @@ def summary_lines(summary: RunSummary, folder: Path) -> list[str]:
         *(("note", note) for note in summary.notes),
         ("files", str(folder)),
     ]
-    return [f"{title:<12}{text}" for title, text in rows if text]
+    return [line.replace(TIE, " ") for title, text in rows if text for line in _lines_of(title, text, width)]
+
+
+def _lines_of(title: str, text: str, width: int | None) -> list[str]:
+    if width is None:
+        return [f"{title:<{TITLE_WIDTH}}{text}"]
+    room = max(width - TITLE_WIDTH, SHORTEST_LINE)
+    first, *rest = textwrap.wrap(text, room, break_long_words=False, break_on_hyphens=False)
+    return [f"{title:<{TITLE_WIDTH}}{first}", *(" " * TITLE_WIDTH + part for part in rest)]
 
 
 def _ending(summary: RunSummary) -> str:
@@ -71,11 +91,11 @@ def _requests(summary: RunSummary) -> str:
 def _distribution(seconds: Distribution | None) -> str:
     if seconds is None:
         return ""
-    return "  ".join(f"{name} {_seconds(value)}" for name, value in asdict(seconds).items())
+    return "  ".join(f"{name}{TIE}{_seconds(value)}" for name, value in asdict(seconds).items())
 
 
 def _seconds(value: float) -> str:
-    return f"{value * 1e3:.1f} ms" if abs(value) < 1 else f"{value:.3f} s"
+    return f"{value * 1e3:.1f}{TIE}ms" if abs(value) < 1 else f"{value:.3f}{TIE}s"
 
 
 def _rates(summary: RunSummary) -> str:

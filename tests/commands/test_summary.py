@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -59,6 +60,18 @@ def test_load_row_counts_what_was_done_to_the_lengths() -> None:
         line for line in summary_lines(summarize(run_of(started(4), drawn())), FOLDER) if line.startswith("load")
     )
     assert load.endswith("; trace arxiv")
+
+
+@pytest.mark.parametrize("width", [10, 40, 80])
+def test_long_lines_go_on_under_their_text_and_tear_no_figure(width: int) -> None:
+    events = [started(num_requests=4), drawn(num_rounded=3), *simple_requests([0.5, 0.25, 0.5, 2.0]), ended()]
+    summary = summarize(run_of(*events))
+    whole, broken = summary_lines(summary, FOLDER), summary_lines(summary, FOLDER, width)
+    assert max(map(len, broken)) <= max(width, 12 + 20)
+    assert [line for line in broken if line.endswith(" ") or re.search(r"^ *(ms|s)\b|\b(p50|max|mean)$", line)] == []
+    words = " ".join(line.strip() for line in broken).split()
+    assert words == " ".join(whole).split()
+    assert all(line[:12].strip() or line.startswith(" " * 12) for line in broken)
 
 
 def test_invalid_run_says_so_in_its_first_line() -> None:
