@@ -23,6 +23,7 @@ from tests.console_snapshots import RATES, RULE, run, search, serve, trial
 
 SHOW_CURSOR = "\x1b[?25h"
 HIDE_CURSOR = "\x1b[?25l"
+END_OF_FRAME = "\x1b[?2026l"
 
 
 class Terminal(StringIO):
@@ -120,6 +121,16 @@ def test_the_terminal_is_restored_on_every_exit(error: BaseException | None) -> 
     assert text.rindex(SHOW_CURSOR) > text.rindex(HIDE_CURSOR)
     assert "64/100" in text
     assert text.endswith(("\n", SHOW_CURSOR))
+
+
+def test_the_cursor_waits_at_the_left_where_an_echo_moves_nothing() -> None:
+    stream = StringIO()
+    with live_view(stream) as view:
+        view.update(run())
+        view.print("a message")
+    frames = stream.getvalue().split(END_OF_FRAME)[:-1]
+    assert frames
+    assert all(frame.endswith("\r") for frame in frames)
 
 
 def test_nothing_touches_the_terminal_before_the_view_is_entered() -> None:

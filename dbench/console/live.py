@@ -154,8 +154,11 @@ class _Code:
 
 
 _BEGIN_FRAME = _Code("\x1b[?2026h")
-_END_FRAME = _Code("\x1b[?2026l")
-"""Synchronized output: terminals that know it show a frame at once, without flicker; others ignore it."""
+_END_FRAME = _Code("\r\x1b[?2026l")
+"""Synchronized output: terminals that know it show a frame at once, without flicker; others ignore it.
+
+The cursor waits at the left: behind a full line, the ^C that a terminal echoes would wrap and move the region.
+"""
 
 
 class _Reflow(RenderHook):

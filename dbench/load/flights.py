@@ -91,7 +91,7 @@ class Flights:
         try:
             outcome = await self.target.generate(request, lambda request_id: self._accepted(flight, request_id))
         except asyncio.CancelledError:
-            self._done(flight, self._unfinished(flight))
+            self._done(flight, self._unfinished(flight), is_given_up=True)
             raise
         except ServerUnavailable as error:
             self._done(flight, Outcome(flight.request_id, ERROR, (), 0, None, str(error)))
@@ -128,7 +128,8 @@ class Flights:
             )
         )
 
-    def _done(self, flight: _Flight, outcome: Outcome) -> None:
+    def _done(self, flight: _Flight, outcome: Outcome, *, is_given_up: bool = False) -> None:
+        """Write the end down; one that the run itself gave up is a failure, but no error to show."""
         done_s = time.monotonic()
         if not flight.request_id:  # never accepted: the log needs a name all the same
             self._accepted(flight, outcome.request_id or f"unaccepted-{flight.role}-{flight.request.index}")
@@ -149,13 +150,13 @@ class Flights:
             )
         )
         self.tally.in_flight -= 1
-        if flight.role == WARMUP and not outcome.completed:
+        if flight.role == WARMUP and not outcome.completed and not is_given_up:
             log.warning("warm-up request %s: %s %s", flight.request_id, outcome.status, outcome.error)
         if flight.role == MEASURED:
             if outcome.completed:
                 self.tally.completed(done_s - flight.intended_s)
             else:
-                self.tally.failed(f"{flight.request_id}: {outcome.status} {outcome.error}")
+                self.tally.failed(None if is_given_up else f"{flight.request_id}: {outcome.status} {outcome.error}")
             if self.rule is not None:
                 self.rule.done(DoneFact(flight.request.index, flight.intended_s, done_s, outcome.completed))
             if self.tally.num_done == self.tally.num_requests:

@@ -111,10 +111,11 @@ class Tally:
         """A measured request has its result."""
         self.latencies_s.append(latency_s)
 
-    def failed(self, error: str) -> None:
-        """A measured request has ended without a result."""
+    def failed(self, error: str | None) -> None:
+        """A measured request has ended without a result; None: that is no news."""
         self.num_failed += 1
-        self.errors.append(error)
+        if error is not None:
+            self.errors.append(error)
 
     def progress(self) -> RunProgress:
         """The figures of this moment."""

@@ -285,6 +285,21 @@ def test_a_cancelled_run_ends_as_interrupted_and_keeps_what_it_measured(tmp_path
     assert isinstance(events[-1], RunEnded)
 
 
+def test_requests_that_the_run_gives_up_are_failures_but_no_errors_to_show(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    shown: list[RunProgress] = []
+    script = Script(slow(-1, 2, 5), num_servers=9)
+    load = small_load(num_warmup_requests=0, benchmark_timeout=0.05)
+    assert (
+        run(InProcessTarget(script), load, tmp_path / "measured", on_progress=shown.append).result.reason == "timeout"
+    )
+    assert (shown[-1].num_failed, shown[-1].recent_errors) == (2, ())
+    load = small_load(num_warmup_requests=1, benchmark_timeout=0.05)
+    assert run(InProcessTarget(script), load, tmp_path / "warm-up").result.reason == "timeout"
+    assert caplog.messages == []
+
+
 class After:
     """A stop rule that has seen enough after so many results."""
 
