@@ -20,7 +20,8 @@ from pathlib import Path
 
 import numpy as np
 
-from dbench.events import RequestSent, read_events
+from dbench.event_file import read_events
+from dbench.events import RequestSent
 from dbench.load.driver import run_load
 from dbench.load.fake_target import NoopTarget
 from dbench.options import LoadOptions, SamplingOptions

@@ -8,9 +8,7 @@ the scheduler's clock before they leave it, and to the client's when a run store
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields, replace
-from itertools import chain, islice
 from operator import attrgetter
 from typing import Any, ClassVar
 
@@ -122,6 +120,26 @@ class RunEnded(Event):
 
 
 @dataclass(frozen=True, slots=True)
+class ServerStarted(Event):
+    """The first line of a server in its own folder."""
+
+    kind: ClassVar[str] = "server_started"
+    unix_s: float
+    schema_version: int
+
+
+@dataclass(frozen=True, slots=True)
+class ServerEnded(Event):
+    """The last line of a server that was not killed, in its own folder."""
+
+    kind: ClassVar[str] = "server_ended"
+    reason: str
+    """ended (it was asked to), or failed."""
+    detail: str = ""
+    """One line: the error that ended it."""
+
+
+@dataclass(frozen=True, slots=True)
 class RequestArrived(Event):
     """The scheduler has accepted a request."""
 
@@ -202,7 +220,7 @@ class WorkerState(Event):
     kind: ClassVar[str] = "worker_state"
     worker_id: int
     state: str
-    """idle, queued (work waits and nothing runs), busy or draining."""
+    """idle, queued (work waits and nothing runs) or busy."""
     queue_depth_waiting: int
     """Refreshes that wait."""
     queue_depth_active: int
@@ -265,6 +283,8 @@ EVENT_TYPES: dict[str, type[Event]] = {
         RequestSent,
         RequestDone,
         RunEnded,
+        ServerStarted,
+        ServerEnded,
         RequestArrived,
         BlockRouted,
         BlockFinished,
@@ -277,9 +297,6 @@ EVENT_TYPES: dict[str, type[Event]] = {
     )
 }
 
-CHUNK_LINES = 100
-"""Read at a time."""
-
 FIELD_NAMES: dict[str, tuple[str, ...]] = {kind: tuple(f.name for f in fields(t)) for kind, t in EVENT_TYPES.items()}
 """Kind -> fields; dataclasses.asdict copies deeply and takes four times as long for a block."""
 
@@ -290,7 +307,6 @@ _MOMENT_NAMES = {
     kind: tuple(name for name in names if name.endswith("_s") and name != "unix_s")
     for kind, names in FIELD_NAMES.items()
 }
-
 
 
 def _names_of(type_name: str) -> dict[str, tuple[str, ...]]:
@@ -317,10 +333,11 @@ def event_to_json(event: Event) -> str:
 
 def event_from_json(line: str) -> Event:
     """The inverse of event_to_json. Raises ValueError for anything that is no event of this schema."""
-    return _event(json.loads(line))
+    return event_from_record(json.loads(line))
 
 
-def _event(record: Any) -> Event:
+def event_from_record(record: Any) -> Event:
+    """The event in a parsed line, which is used up. Raises ValueError as event_from_json does."""
     if not isinstance(record, dict):
         raise ValueError(f"an event is a JSON object, got {type(record).__name__}")
     kind = record.pop("kind", None)
@@ -341,46 +358,6 @@ def shifted(event: Event, offset_s: float) -> Event:
     """The event on another clock: every field that ends in _s is a moment, but for unix_s, and moves by `offset_s`."""
     values = _values(event)
     return replace(event, **{name: _moved(values[name], offset_s) for name in _MOMENT_NAMES[event.kind]})
-
-
-def read_events(lines: Iterable[str]) -> Iterator[Event]:
-    """Events of a file; a torn last line, as a killed run leaves it, is passed over.
-
-    Raises ValueError naming the line number for a bad line that is not the last.
-    """
-    source = iter(lines)
-    num_read = 0
-    while chunk := list(islice(source, CHUNK_LINES)):
-        try:
-            events = _events_of_chunk(chunk)
-        except ValueError:
-            yield from _read_line_by_line(chain(chunk, source), num_read)
-            return
-        yield from events
-        num_read += len(chunk)
-
-
-def _events_of_chunk(lines: list[str]) -> list[Event]:
-    """All at once: the parser's start-up costs as much as a short line."""
-    records = json.loads(f"[{','.join(lines)}]")
-    if len(records) != len(lines):
-        raise ValueError("a line that is no JSON object by itself")
-    return [_event(record) for record in records]
-
-
-def _read_line_by_line(lines: Iterable[str], num_before: int) -> Iterator[Event]:
-    torn: ValueError | None = None
-    for number, line in enumerate(lines, num_before + 1):
-        if torn is not None:
-            raise torn
-        if not line.strip():
-            continue
-        try:
-            event = event_from_json(line)
-        except ValueError as error:
-            torn = ValueError(f"line {number}: {error}")
-            continue
-        yield event
 
 
 def _values(event: Event) -> dict[str, Any]:

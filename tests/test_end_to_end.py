@@ -23,7 +23,8 @@ import psutil
 import pytest
 import yaml
 
-from dbench.events import RequestDone, RequestSent, WorkerUp, read_events
+from dbench.event_file import read_events
+from dbench.events import RequestDone, RequestSent, WorkerUp
 from dbench.load.schedule import Stream
 from dbench.load.traces import open_trace
 from dbench.serve.client import Client

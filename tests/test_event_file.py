@@ -7,7 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from dbench.events import CHUNK_LINES, event_to_json, read_events
+from dbench.event_file import CHUNK_LINES, read_events
+from dbench.events import event_to_json
 from tests.event_builders import block, done, failed_block, sent, started
 
 EVENTS = [

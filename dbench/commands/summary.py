@@ -11,6 +11,7 @@ from pathlib import Path
 
 from dbench.commands.common import print_json
 from dbench.errors import RunError
+from dbench.measure.summary import OPEN
 from dbench.metrics import Distribution, RunSummary, load_run, summarize
 from dbench.report import write_report
 
@@ -18,6 +19,12 @@ TITLE_WIDTH = 12
 SHORTEST_LINE = 20
 TIE = "\N{NO-BREAK SPACE}"
 """Within a figure; becomes a plain space once lines are broken."""
+
+_WRITERS = {"client": "run", "server": "server"}
+"""RunSummary.seen_from -> what has ended."""
+
+_REASONS = {OPEN: "still running when this was written, or killed"}
+"""Reasons that a reader would not understand, in words."""
 
 
 def print_summary(summary: RunSummary, folder: Path, *, as_json: bool) -> None:
@@ -46,7 +53,7 @@ def summary_lines(summary: RunSummary, folder: Path, width: int | None = None) -
     With a width, longer lines are continued under their own text; a figure is never torn from its name and unit.
     """
     rows = [
-        ("run", _ending(summary)),
+        (_WRITERS[summary.seen_from], _ending(summary)),
         ("requests", _requests(summary)),
         ("latency", _distribution(summary.latency)),
         ("first block", _distribution(summary.time_to_first_block)),
@@ -71,7 +78,7 @@ def _lines_of(title: str, text: str, width: int | None) -> list[str]:
 
 
 def _ending(summary: RunSummary) -> str:
-    parts = [summary.reason]
+    parts = [_REASONS.get(summary.reason, summary.reason)]
     if summary.detail:
         parts.append(summary.detail)
     if not summary.valid:

@@ -23,6 +23,7 @@ import pandas as pd
 
 from dbench import __version__
 from dbench.errors import UsageError
+from dbench.event_file import read_events
 from dbench.events import (
     EVENTS_FILE,
     SCHEMA_VERSION,
@@ -36,9 +37,10 @@ from dbench.events import (
     RequestSent,
     RunEnded,
     RunStarted,
+    ServerEnded,
+    ServerStarted,
     WorkerState,
     WorkerUp,
-    read_events,
 )
 from dbench.measure.blocks import DONE, StepTimes, block_frame, block_sums, step_times
 from dbench.measure.event_log import EventLog, Window, collector_paused
@@ -66,7 +68,8 @@ class RunData:
     offered_qps: float | None
     """inf: all at once; 0: closed loop."""
     load: LoadDrawn | None
-    ended: RunEnded | None
+    ended: RunEnded | ServerEnded | None
+    """The last line of whoever wrote the file; None where it is missing."""
     requests: pd.DataFrame
     blocks: pd.DataFrame
     """See `blocks.py`."""
@@ -105,9 +108,9 @@ def _read_log(path: Path) -> EventLog:
     except ValueError as error:
         _check_schema(path, _written_schema(path))
         raise UsageError(f"{path}: {error}; the file was changed after it was written") from None
-    started = log.last(RunStarted)
-    if started:
-        _check_schema(path, started.schema_version)
+    for started in (log.last(RunStarted), log.last(ServerStarted)):
+        if started:
+            _check_schema(path, started.schema_version)
     return log
 
 
@@ -123,7 +126,7 @@ def _written_schema(path: Path) -> object:
     """What the file says of itself, however odd the other lines are; this version where it says nothing."""
     with path.open(encoding="utf-8", errors="replace") as lines:
         for line in lines:
-            if f'"{RunStarted.kind}"' in line:
+            if f'"{RunStarted.kind}"' in line or f'"{ServerStarted.kind}"' in line:
                 with suppress(ValueError):
                     record = json.loads(line)
                     return record.get("schema_version") if isinstance(record, dict) else SCHEMA_VERSION
@@ -132,8 +135,9 @@ def _written_schema(path: Path) -> object:
 
 def run_data(run_dir: Path, log: EventLog) -> RunData:
     """Sort the events into frames."""
-    is_of_a_client = any(map(log.of, (LoadDrawn, RequestSent))) or not log.of(RequestArrived)
-    seen_from = "client" if is_of_a_client else "server"
+    is_of_a_client = any(map(log.of, (LoadDrawn, RequestSent)))
+    is_of_a_server = not is_of_a_client and any(map(log.of, (ServerStarted, RequestArrived)))
+    seen_from = "server" if is_of_a_server else "client"
     requests = _client_requests(log) if seen_from == "client" else _server_requests(log)
     requests = requests.sort_values(["intended_s", "index"], kind="stable").reset_index(drop=True)
     started = log.last(RunStarted)
@@ -155,7 +159,7 @@ def run_data(run_dir: Path, log: EventLog) -> RunData:
         num_requests=started.num_requests if started else len(requests),
         offered_qps=started.offered_qps if started else None,
         load=log.last(LoadDrawn),
-        ended=log.last(RunEnded),
+        ended=_server_ended(log) if is_of_a_server else log.last(RunEnded),
         requests=_with_metrics(requests),
         blocks=blocks,
         steps=steps,
@@ -164,6 +168,12 @@ def run_data(run_dir: Path, log: EventLog) -> RunData:
         scheduler_intervals=scheduler_intervals(log, window),
         batches=batch_frame(log, window),
     )
+
+
+def _server_ended(log: EventLog) -> ServerEnded | None:
+    """The end of the last server that wrote the file."""
+    started, ended = log.last(ServerStarted), log.last(ServerEnded)
+    return ended if ended and (started is None or started.at_s <= ended.at_s) else None
 
 
 def _workers(log: EventLog) -> tuple[int, ...]:

@@ -13,6 +13,10 @@ from dbench.quantiles import quantile, quantiles
 
 KILLED = "killed"
 """Reason of a run whose file has no last line."""
+OPEN = "open"
+"""The same of a server's file, of which tables are also made while the server runs."""
+AS_PLANNED = frozenset({"complete", "ended"})
+"""Reasons of runs and of servers that ended as they should."""
 
 LAG_FLOOR_S = 0.020
 LAG_SHARE = 0.02
@@ -48,7 +52,10 @@ class RunSummary:
     """client, or server when only the server's events are there."""
     complete: bool
     reason: str
-    """complete, timeout, interrupted, server_lost, stopped, or killed: its file has no last line."""
+    """complete, timeout, interrupted, server_lost, stopped, or killed: its file has no last line.
+
+    Of a server: ended, failed, or open: it still ran, or was killed.
+    """
     detail: str
     valid: bool
     invalid_reason: str
@@ -64,7 +71,7 @@ class RunSummary:
     """request_e2e_time of the successful requests."""
     time_to_first_block: Distribution | None
     lag: Distribution | None
-    """request_client_lag of all sent requests."""
+    """request_client_lag of all sent requests; None where the server alone tells of them."""
     wall_clock_time: float | None
     """First intended send to last completion."""
     total_gen_tokens: int
@@ -110,7 +117,8 @@ def summarize(data: RunData) -> RunSummary:
     num_unfinished = int((requests["status"] == UNFINISHED).sum())
     wall = float(completed["done_s"].max()) - data.window.start_s if len(completed) else 0.0
     tokens, passes = int(completed["num_gen_tokens"].sum()), int(completed["num_forward_passes"].sum())
-    lag = _distribution(requests["request_client_lag"])
+    is_of_server = data.seen_from == "server"
+    lag = None if is_of_server else _distribution(requests["request_client_lag"])
     latency = _distribution(completed["request_e2e_time"])
     invalid_reason = _invalid_reason(lag, latency)
     used = data.blocks["worker_id"]
@@ -118,8 +126,8 @@ def summarize(data: RunData) -> RunSummary:
     requests_per_sec = len(completed) / wall if wall > 0 else None
     return RunSummary(
         seen_from=data.seen_from,
-        complete=ended is not None and ended.reason == "complete",
-        reason=ended.reason if ended else KILLED,
+        complete=ended is not None and ended.reason in AS_PLANNED,
+        reason=ended.reason if ended else OPEN if is_of_server else KILLED,
         detail=ended.detail if ended else "",
         valid=not invalid_reason,
         invalid_reason=invalid_reason,

@@ -12,7 +12,8 @@ from pathlib import Path
 
 from dbench.config import option_table
 from dbench.errors import ServerUnavailable
-from dbench.events import EVENTS_FILE, RunStarted, WorkerLost, WorkerUp, read_events
+from dbench.event_file import read_events
+from dbench.events import EVENTS_FILE, RunStarted, WorkerLost, WorkerUp
 from dbench.load.driver import EXIT_CODES, RunResult, run_load
 from dbench.load.stop import StopRule, run_cancellable
 from dbench.load.target import GrpcTarget

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
@@ -12,7 +13,19 @@ from types import TracebackType
 from typing import IO
 
 from dbench.errors import OptionError, one_line
-from dbench.events import EVENTS_FILE, Event, SchedulerDepth, WorkerLost, WorkerState, WorkerUp, event_to_json
+from dbench.events import (
+    EVENTS_FILE,
+    SCHEMA_VERSION,
+    Event,
+    SchedulerDepth,
+    ServerEnded,
+    ServerStarted,
+    WorkerLost,
+    WorkerState,
+    WorkerUp,
+    event_to_json,
+)
+from dbench.serve.fleet import SCHEDULER
 from dbench.serve.wire import EventLines
 
 MAX_EVENTS = 1_000_000
@@ -24,7 +37,10 @@ logger = logging.getLogger(__name__)
 
 
 class Recorder:
-    """Between `__enter__` and `__exit__` its file is open; without a directory there is none."""
+    """Between `__enter__` and `__exit__` its file is open, and begins and ends with those of the server.
+
+    Without a directory there is no file. What the file alone holds is in no export.
+    """
 
     def __init__(self, directory: Path | None, max_events: int = MAX_EVENTS) -> None:
         self._directory = directory
@@ -44,9 +60,12 @@ class Recorder:
                 raise OptionError(
                     f"metrics_output_dir {str(self._directory)!r}: cannot be written: {error.strerror}"
                 ) from error
+            self._append([event_to_json(ServerStarted(time.monotonic(), SCHEDULER, time.time(), SCHEMA_VERSION))])
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        reason, detail = ("ended", "") if error is None else ("failed", one_line(error))
+        self._append([event_to_json(ServerEnded(time.monotonic(), SCHEDULER, reason, detail))])
         if self._file is not None:
             self._file.close()
             self._file = None
@@ -59,8 +78,7 @@ class Recorder:
             lines.append(event_to_json(event))
         self._lines.extend(lines)
         self._num_recorded += len(lines)
-        if self._file is not None and lines:
-            self._append(self._file, lines)
+        self._append(lines)
 
     def reset(self, now_s: float) -> None:
         """Forget everything but how things stand: workers, their states and the depth, now the first lines."""
@@ -91,7 +109,10 @@ class Recorder:
                 self._standing.pop((WorkerUp.kind, event.worker_id), None)
                 self._standing.pop((WorkerState.kind, event.worker_id), None)
 
-    def _append(self, file: IO[str], lines: list[str]) -> None:
+    def _append(self, lines: list[str]) -> None:
+        file = self._file
+        if file is None or not lines:
+            return
         try:
             file.write("".join(line + "\n" for line in lines))
             file.flush()

@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from dbench.events import Event, RequestSent, read_events
+from dbench.event_file import read_events
+from dbench.events import Event, RequestSent
 from dbench.load.driver import RunResult, run_load
 from dbench.load.fake_target import FAKE_INFO
 from dbench.load.stop import StopRule

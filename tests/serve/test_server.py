@@ -13,7 +13,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from dbench.errors import OptionError, QueueFullError, RequestError, ServerUnavailable
-from dbench.events import BlockRouted, Event, RequestFinished, WorkerUp, read_events
+from dbench.event_file import read_events
+from dbench.events import BlockRouted, Event, RequestFinished, WorkerUp
 from dbench.serve.client import Client, submit_and_wait
 from dbench.serve.endpoint import check_address
 from dbench.serve.recorder import Recorder
