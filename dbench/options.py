@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, fields
 from typing import Any, get_type_hints
 
-from dbench.unmasking_rules import DEFAULT_RULE, RULE_PARAMETERS, UNMASKING_RULES
+from dbench.unmasking_rules import DEFAULT_RULE, MAX_TEMPERATURE, RULE_PARAMETERS, UNMASKING_RULES
 
 VARIABLE_PREFIX = "DBENCH_"
 """Of the environment variables of all options."""
@@ -107,7 +107,7 @@ class EngineOptions:
         choices=("arrival_order", "fewest_remaining_blocks"),
     )
     max_block_retries: int = option(
-        2, "Times a block is restarted after its worker was lost or its batch failed.", panel="Scheduling", minimum=0
+        2, "Times a block is restarted after its worker was lost or it failed alone.", panel="Scheduling", minimum=0
     )
     cache_mode: str = option(
         "exact",
@@ -171,13 +171,16 @@ class ServiceOptions:
         10000, "Requests in the server at a time; further ones get RESOURCE_EXHAUSTED.", panel="Service", minimum=1
     )
     startup_timeout_s: float = option(300.0, "Time for all workers to become ready.", panel="Service", above=0)
+    worker_timeout_s: float = option(
+        30.0, "Longest iteration or silence of a worker; then it is started again.", panel="Service", minimum=2
+    )
     drain_timeout_s: float = option(
         30.0, "Time for running requests to end after Ctrl-C or SIGTERM.", panel="Service", minimum=0
     )
     log_requests: bool = option(False, "Log every request as it ends.", panel="Service")
     metrics_output_dir: str | None = option(
         None,
-        "Folder for the server's events and tables.",
+        "Folder for the server's events, and for tables and plots of them whenever metrics are exported.",
         panel="Metrics",
         auto="reports/<time>-serve",
         serve_only=True,
@@ -186,7 +189,7 @@ class ServiceOptions:
         False, "Write worker_batch_metrics.csv, a row per batch.", panel="Metrics"
     )
     export_partial_metrics: bool = option(
-        False, "Write tables and plots to metrics_output_dir at shutdown.", panel="Metrics", serve_only=True
+        False, "Write tables and plots at shutdown, unless an export has.", panel="Metrics", serve_only=True
     )
 
 
@@ -194,7 +197,9 @@ class ServiceOptions:
 class SamplingOptions:
     """The unmasking rule of every request that is sent."""
 
-    temperature: float = option(0.0, "0: argmax; above: Gumbel sampling.", panel="Sampling", minimum=0)
+    temperature: float = option(
+        0.0, "0: argmax; above: Gumbel sampling.", panel="Sampling", minimum=0, maximum=MAX_TEMPERATURE
+    )
     unmasking_strategy: str = option(
         DEFAULT_RULE,
         "Which masked positions are fixed in a step.",
@@ -317,6 +322,7 @@ class ClientOptions:
     server: str = option("127.0.0.1:50051", "Server at host:port.", panel="Target")
     api_key: str | None = option(None, "Key that the server wants.", panel="Target", secret=True, auto="no key")
     prompt: str | None = option(None, "Prompt as text.", panel="Request", auto="none")
+    chat: str | None = option(None, "Prompt as a user's message in a chat.", panel="Request", auto="none")
     prompt_ids: str | None = option(None, "Prompt as token ids: 1,2,3.", panel="Request", auto="none")
     gen_length: int | None = option(
         None,
@@ -327,7 +333,6 @@ class ClientOptions:
     )
     request_seed: int | None = option(
         None,
-    chat: str | None = option(None, "Prompt as a user's message in a chat.", panel="Request", auto="none")
         "Seed of the request's randomness.",
         panel="Request",
         minimum=-(2**63),

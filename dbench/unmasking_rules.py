@@ -119,6 +119,9 @@ UNMASKING_RULES: dict[str, UnmaskingRule] = {
 
 DEFAULT_RULE = "conf_threshold"
 
+MAX_TEMPERATURE = 1e6
+"""Logits are then lost in the noise; far above, float32 overflows and every proposal is token 0."""
+
 RULE_PARAMETERS: dict[str, RuleParameter] = {
     rule.parameter.name: rule.parameter for rule in UNMASKING_RULES.values() if rule.parameter is not None
 }

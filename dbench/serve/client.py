@@ -43,7 +43,10 @@ CHANNEL_OPTIONS = (
     ("grpc.keepalive_time_ms", 30_000),
     ("grpc.keepalive_timeout_ms", 20_000),
     ("grpc.use_local_subchannel_pool", 1),  # clients of one process do not share a connection
+    ("grpc.enable_http_proxy", 0),
 )
+"""No proxy: gRPC would send even calls to 127.0.0.1 to the http_proxy of the environment, which mostly cannot reach
+back; and latency through a proxy would be measured as the server's."""
 
 logger = logging.getLogger(__name__)
 

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any
 
 from dbench.errors import unknown_name
-from dbench.unmasking_rules import DEFAULT_RULE, RULE_PARAMETERS, UNMASKING_RULES, UnmaskingRule
+from dbench.unmasking_rules import DEFAULT_RULE, MAX_TEMPERATURE, RULE_PARAMETERS, UNMASKING_RULES, UnmaskingRule
 
 
 class Status(StrEnum):
@@ -96,8 +95,8 @@ class SamplingParameters:
             return f"{place('unmasking_strategy')} {strategy} needs {place(own.name)}, {own.range_text}; give it"
         if own is not None and not own.allows(given[own.name]):
             return f"{place(own.name)} is {given[own.name]}, wanted {own.range_text}"
-        if not (math.isfinite(self.temperature) and self.temperature >= 0):
-            return f"{place('temperature')} is {self.temperature}, wanted a finite number of at least 0"
+        if not 0 <= self.temperature <= MAX_TEMPERATURE:
+            return f"{place('temperature')} is {self.temperature}, wanted 0 to {MAX_TEMPERATURE:g}"
         return ""
 
     def _values(self) -> dict[str, float | int | None]:
@@ -150,6 +149,8 @@ class BlockTask:
     """Submission time of the request: the queue order of arrival_order."""
     num_remaining_blocks: int
     """Blocks still to decode, this one included: the queue order of fewest_remaining_blocks."""
+    alone: bool = False
+    """It runs without any other block beside it: a batch that it was in has failed as a whole."""
 
     @property
     def block_start(self) -> int:
@@ -193,6 +194,19 @@ class BlockOutcome(StrEnum):
     CANCELLED = "cancelled"
 
 
+class Fault(StrEnum):
+    """Whose failure it was that a block FAILED."""
+
+    NONE = ""
+    """Nothing failed."""
+    OWN = "own"
+    """The block's: it would fail like this anywhere, so it is not tried again."""
+    BATCH = "batch"
+    """Some block's of the batch, or the device's: only where the block was alone can it have been its own."""
+    WORKER = "worker"
+    """The worker's: it was lost, or did not do what it was told."""
+
+
 @dataclass(frozen=True, slots=True)
 class BlockEnd:
     """A block has ended on its worker, and its pages are free again."""
@@ -208,11 +222,13 @@ class BlockEnd:
     """None when the refresh never ran."""
     steps: tuple[BlockStep, ...]
     """In order, the refresh first; void spans are not steps. `num_unmasked` counts returned tokens only."""
+    fault: Fault = Fault.NONE
+    """FAILED: never NONE."""
 
     @staticmethod
-    def without_steps(key: BlockKey, outcome: BlockOutcome, error: str = "") -> BlockEnd:
+    def without_steps(key: BlockKey, outcome: BlockOutcome, error: str = "", fault: Fault = Fault.NONE) -> BlockEnd:
         """The end of a block that never ran, or of which nothing was heard."""
-        return BlockEnd(key, outcome, (), False, error, None, ())
+        return BlockEnd(key, outcome, (), False, error, None, (), fault)
 
 
 def derive_request_seed(

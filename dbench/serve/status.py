@@ -32,7 +32,7 @@ class ServerDescription:
             max_gen_len=deployment.max_gen_len,
             max_model_len=deployment.max_model_len,
             vocabulary_size=model.vocab_size,
-            reserved_token_ids=model.reserved_token_ids,
+            reserved_token_ids=tuple(sorted({*model.reserved_token_ids, deployment.mask_token_id})),
             mask_token_id=deployment.mask_token_id,
             eos_token_ids=model.eos_token_ids,
             workers=hub.worker_statuses(),

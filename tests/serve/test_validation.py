@@ -81,9 +81,14 @@ def test_an_unknown_strategy_names_the_known_ones() -> None:
     assert all(name in line for name in UNMASKING_RULES)
 
 
-@pytest.mark.parametrize("temperature", [-0.1, math.inf, math.nan])
-def test_a_temperature_must_be_finite_and_not_negative(temperature: float) -> None:
-    assert "temperature is" in refusal(Submission((1,), 4, SamplingParameters(temperature=temperature)))
+@pytest.mark.parametrize("temperature", [-0.1, 1.000001e6, 1e39, math.inf, math.nan])
+def test_a_temperature_beyond_what_float32_can_carry_is_refused(temperature: float) -> None:
+    line = refusal(Submission((1,), 4, SamplingParameters(temperature=temperature)))
+    assert line == f"temperature is {temperature}, wanted 0 to 1e+06"
+
+
+def test_the_largest_temperature_is_taken() -> None:
+    check_submission(Submission((1,), 4, SamplingParameters(temperature=1e6)), LIMITS)
 
 
 def test_a_faulty_rule_is_refused_with_its_fault() -> None:
