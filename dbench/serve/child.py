@@ -9,11 +9,15 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
+import re
 import signal
 import sys
 import threading
+from typing import NamedTuple
 
 LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+_LOG_LINE = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} ([A-Z]+) \S+: (.*)")
+"""A line of LOG_FORMAT: its level's name, and its message."""
 PARENT_GONE_EXIT_CODE = 1
 PR_SET_PDEATHSIG = 1
 
@@ -59,3 +63,19 @@ def die_with_parent_thread() -> None:
 
 def log_to_stderr(level: int) -> None:
     logging.basicConfig(level=level, format=LOG_FORMAT, stream=sys.stderr)
+
+
+class LogLine(NamedTuple):
+    """What a child wrote on standard error."""
+
+    level: int | None
+    """None: it did not come through logging, as a line of a traceback."""
+    message: str
+
+
+def read_log_line(text: str) -> LogLine:
+    """A line without the time, level and logger that `log_to_stderr` puts before the message."""
+    match = _LOG_LINE.fullmatch(text)
+    if match is None:
+        return LogLine(None, text)
+    return LogLine(logging.getLevelNamesMapping().get(match[1]), match[2])

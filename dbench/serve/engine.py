@@ -21,9 +21,9 @@ from dbench.events import Event
 from dbench.serve.engine_log import Depths, EngineLog
 from dbench.serve.engine_state import InFlight, Interval, Plan, Queued, Sequence
 from dbench.serve.pages import PagePool
-from dbench.serve.policy import QUEUE_ORDERS, SPANS, Room, TokenBudget, admit, choose
+from dbench.serve.policy import QUEUE_ORDERS, SPANS, Room, TokenBudget, admit, choose, num_that_may_join
 from dbench.serve.runner import Phase, Runner, Span, StepResult
-from dbench.serve.sequence import BlockEnd, BlockKey, BlockOutcome, BlockTask
+from dbench.serve.sequence import BlockEnd, BlockKey, BlockOutcome, BlockTask, Fault
 
 logger = logging.getLogger(__name__)
 
@@ -99,16 +99,19 @@ class Engine:
         """Nothing waits, runs, is in flight or is still to be reported."""
         return not (self._waiting or self._running or self._in_flight or self._ended)
 
-    def submit(self, task: BlockTask) -> None:
-        """Queue a block. Raises RequestError for a canvas that can never fit."""
+    def submit(self, task: BlockTask, received_s: float | None = None) -> None:
+        """Queue a block that came at `received_s` of the clock, now by default: it has waited since.
+
+        Raises RequestError for a canvas that can never fit.
+        """
         assert task.key not in self._queued, f"{task.key} is queued already"
         assert task.key not in self._running_slots, f"{task.key} runs already"
         self._refuse_what_never_fits(task)
-        queued = Queued(self._order(task), task, self._clock())
+        queued = Queued(self._order(task), task, self._clock() if received_s is None else received_s)
         insort(self._waiting, queued, key=_BY_ORDER)
         self._queued[task.key] = queued
         self._outstanding_tokens += task.canvas_length
-        self._note_state()
+        self._log.arrival(queued.received_s, task.canvas_length)
 
     def cancel(self, key: BlockKey) -> None:
         """End a block early; a later StepReport holds its BlockEnd. Unknown keys are ignored.
@@ -204,7 +207,9 @@ class Engine:
             prior=self._deficit,
             decode_tokens=sum(span.num_rows for span in decodes),
         )
-        room = Room(self._pages.num_free, self._pages.page_size, len(self._free_slots))
+        running = (sequence.task for sequence in self._running.values())
+        num_slots = num_that_may_join((queued.task for queued in self._waiting), running, len(self._free_slots))
+        room = Room(self._pages.num_free, self._pages.page_size, num_slots)
         admission = admit((queued.task.canvas_length for queued in self._waiting), budget, room)
         admitted = tuple(self._waiting[: admission.num_admitted])
         slots = islice(reversed(self._free_slots), len(admitted))
@@ -259,7 +264,7 @@ class Engine:
             sequence = self._running[span.slot]
             sequence.in_flight -= 1
             steps_before = sequence.in_flight if at_launch else 0
-            sequence.fail(len(sequence.steps) + steps_before, reason)
+            sequence.fail(len(sequence.steps) + steps_before, reason, Fault.BATCH)
             self._settle(sequence)
         self._note_state()
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from dbench.serve.policy import QueueKey
 from dbench.serve.runner import Span, SpanResult, Ticket
-from dbench.serve.sequence import BlockEnd, BlockOutcome, BlockStep, BlockTask, BlockTimes
+from dbench.serve.sequence import BlockEnd, BlockOutcome, BlockStep, BlockTask, BlockTimes, Fault
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +72,7 @@ class Sequence:
     outcome: BlockOutcome | None = None
     """Set once; the block leaves when nothing of it is in flight."""
     error: str = ""
+    fault: Fault = Fault.NONE
     fixed: dict[int, int] = field(default_factory=dict)
     """Canvas position -> token id, of landed steps."""
     steps: list[Landed] = field(default_factory=list)
@@ -93,10 +94,11 @@ class Sequence:
         """Another decode step may be planned, as far as the host knows."""
         return self.outcome is None and not self.ends_in_flight
 
-    def fail(self, step: int, reason: str) -> None:
+    def fail(self, step: int, reason: str, fault: Fault) -> None:
         """Ends the block as FAILED, unless it has ended already."""
         if self.outcome is None:
             self.outcome = BlockOutcome.FAILED
+            self.fault = fault
             self.error = f"block {self.task.key.block_index}, step {step}: {reason}"
 
     def land(self, got: SpanResult, interval: Interval) -> None:
@@ -112,7 +114,7 @@ class Sequence:
         assert self.fixed.keys().isdisjoint(got.positions), f"{self.task.key} fixed a position twice: {got.positions}"
         self.fixed.update(zip(got.positions, got.token_ids, strict=True))
         if got.error:
-            self.fail(len(self.steps) - 1, got.error)
+            self.fail(len(self.steps) - 1, got.error, Fault.OWN)
             return
         assert got.positions, f"{self.task.key} fixed nothing in step {len(self.steps) - 1}"
         assert got.done or self.masks_left > 0, f"{self.task.key} has no mask left and goes on"
@@ -135,6 +137,7 @@ class Sequence:
             error=self.error,
             times=self._times(),
             steps=tuple(BlockStep(s.end_s, sum(p < returned_end for p in s.positions)) for s in self.steps),
+            fault=self.fault,
         )
 
     def _returned_ids(self, eos_token_ids: frozenset[int]) -> tuple[tuple[int, ...], bool]:

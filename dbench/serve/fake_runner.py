@@ -79,6 +79,8 @@ class FakeScript:
     """Launches, counted from 0, that raise."""
     failing_collects: frozenset[int] = frozenset()
     """Launches whose collect raises."""
+    poisonous: frozenset[str] = frozenset()
+    """Requests that make the collect of every batch that holds a block of theirs raise."""
     lag_s: float = 0.0
     """Duration of a batch, beside its rows."""
     row_s: float = 0.0
@@ -122,14 +124,12 @@ class FakeRunner:
         self._num_launches = 0
         self._completed_s = float("-inf")
 
-    @property
-    def attached_slots(self) -> frozenset[int]:
-        return frozenset(self._slots)
-
     def attach(self, slot: int, task: BlockTask, pages: tuple[int, ...]) -> None:
         assert slot not in self._slots, f"slot {slot} is attached already"
         assert len(pages) * self._page_size >= task.canvas_length, f"{len(pages)} pages for {task.canvas_length} tokens"
         assert self._lent.isdisjoint(pages), f"pages {sorted(self._lent & set(pages))} belong to another slot"
+        is_joined = bool(self._slots) and (task.alone or any(held.task.alone for held in self._slots.values()))
+        assert not is_joined, f"{task.key} is beside other blocks, and one of them is alone"
         self._lent.update(pages)
         seed = task.request_seed
         order = sorted(range(task.block_start, task.block_end), key=lambda position: _mix(seed, position, 2))
@@ -158,7 +158,8 @@ class FakeRunner:
         assert ticket == next(iter(self._launched), None), f"ticket {ticket} is not the oldest in flight"
         batch = self._launched.pop(ticket)
         self._clock.wait_until(batch.result.completed_s)
-        if batch.number in self._script.failing_collects:
+        requests = {self._slots[slot].task.key.request_id for slot in batch.slots}
+        if batch.number in self._script.failing_collects or not requests.isdisjoint(self._script.poisonous):
             self._failed_slots |= batch.slots
             raise RuntimeError(f"scripted failure of batch {batch.number}")
         return batch.result

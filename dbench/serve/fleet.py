@@ -11,16 +11,24 @@ from dbench.events import WorkerState
 from dbench.serve.policy import PrefillRoute, RouteState, WorkerLoad
 from dbench.serve.sequence import BlockEnd, BlockKey
 from dbench.serve.wire import COLOCATED, WorkerStatus
-from dbench.serve.wire_link import Ready
+from dbench.serve.wire_link import EngineProgress, Ready
 
 
 class WorkerPhase(StrEnum):
     STARTING = "starting"
     READY = "ready"
     DRAINING = "draining"
+    AWAITED = "awaited"
+    """It was lost, and somebody is about to start it again."""
     LOST = "lost"
     ENDED = "ended"
     """Its stream ended after it was asked to drain."""
+
+
+SCHEDULER = "scheduler"
+"""Source of the scheduler's events."""
+MAX_SILENCE_STEP_S = 2.0
+"""More time than this between two looks at the workers is this process's own sleep, which must not be theirs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +49,14 @@ class Worker:
     pid: int = 0
     phase: WorkerPhase = WorkerPhase.STARTING
     capacity: Ready | None = None
+    ready_s: float | None = None
+    """Since when it is ready."""
+    ready_for_s: float | None = None
+    """How long it had been ready when it was lost; None: never since it was last started."""
+    silent_s: float = 0.0
+    """Since its last message, as far as this process was awake."""
+    iteration_age_s: float = 0.0
+    """Of the iteration that ran when it last said so."""
     clock_offset_s: float = math.inf
     """What turns its clock into ours: the smallest difference seen, the one with the shortest way."""
     assignments: dict[BlockKey, Assignment] = field(default_factory=dict)
@@ -67,8 +83,41 @@ class Worker:
             self.length_sum -= assignment.canvas_length
         return assignment
 
-    def observe_clock(self, now_s: float, worker_now_s: float) -> None:
-        self.clock_offset_s = min(self.clock_offset_s, now_s - worker_now_s)
+    def start(self) -> None:
+        """A new process is expected under this id, of whose clock and size nothing is known."""
+        self.phase = WorkerPhase.STARTING
+        self.pid, self.capacity, self.num_iterations = 0, None, 0
+        self.clock_offset_s = math.inf
+        self.ready_for_s = None
+
+    def become_ready(self, device: str, pid: int, capacity: Ready, now_s: float) -> None:
+        self.phase = WorkerPhase.READY
+        self.device, self.pid, self.capacity = device, pid, capacity
+        self.ready_s = now_s
+        self.silent_s = self.iteration_age_s = 0.0
+
+    def leave(self, phase: WorkerPhase, now_s: float) -> None:
+        """Its stream has ended; its assignments stay until somebody ends them."""
+        self.phase = phase
+        self.last_state = None
+        self.ready_for_s = None if self.ready_s is None else now_s - self.ready_s
+        self.ready_s = None
+
+    def hear(self, now_s: float, progress: EngineProgress) -> None:
+        """Take in what a message says of the worker itself."""
+        self.clock_offset_s = min(self.clock_offset_s, now_s - progress.now_s)
+        self.num_iterations = progress.iteration
+        self.silent_s = 0.0
+        self.iteration_age_s = progress.iteration_age_s or 0.0
+
+    def hangs(self, timeout_s: float) -> str:
+        """Why a ready worker counts as lost, in words; empty for one that moves."""
+        if self.iteration_age_s > timeout_s:
+            number = self.num_iterations + 1
+            return f"its iteration {number} has run for {self.iteration_age_s:.1f} s, worker_timeout_s is {timeout_s:g}"
+        if self.silent_s > timeout_s:
+            return f"nothing was heard of it for {self.silent_s:.1f} s, worker_timeout_s is {timeout_s:g}"
+        return ""
 
     def count(self, end: BlockEnd) -> None:
         """Add a block's steps to the counters, whatever became of it."""
@@ -78,12 +127,13 @@ class Worker:
     def status(self) -> WorkerStatus:
         seen, capacity = self.last_state, self.capacity
         is_ready = self.phase is WorkerPhase.READY
+        phase = WorkerPhase.STARTING if self.phase is WorkerPhase.AWAITED else self.phase
         return WorkerStatus(
             worker_id=self.worker_id,
             kind=COLOCATED,
             device=self.device,
             ready=is_ready,
-            state=(seen.state if seen is not None else "idle") if is_ready else self.phase.value,
+            state=(seen.state if seen is not None else "idle") if is_ready else phase.value,
             pages_total=capacity.pages_total if capacity is not None else 0,
             pages_used=seen.pages_used if seen is not None else 0,
             kv_page_size=capacity.kv_page_size if capacity is not None else 0,
@@ -102,7 +152,10 @@ class Fleet:
 
     def __init__(self, devices: Sequence[str]) -> None:
         self.workers = {worker_id: Worker(worker_id, device) for worker_id, device in enumerate(devices)}
+        self.awaits_lost = False
+        """Somebody starts lost workers again; until then blocks wait for them."""
         self.last_loss = ""
+        self._looked_s: float | None = None
 
     def __getitem__(self, worker_id: int) -> Worker:
         return self.workers[worker_id]
@@ -116,7 +169,16 @@ class Fleet:
     @property
     def can_still_work(self) -> bool:
         """A worker is ready or may become so."""
-        return bool(self.in_phase(WorkerPhase.READY, WorkerPhase.STARTING))
+        return bool(self.in_phase(WorkerPhase.READY, WorkerPhase.STARTING, WorkerPhase.AWAITED))
+
+    def find_hanging(self, now_s: float, timeout_s: float) -> list[tuple[int, str]]:
+        """Ready workers of which too little is heard, and what; to be called every second or so."""
+        passed_s = 0.0 if self._looked_s is None else min(now_s - self._looked_s, MAX_SILENCE_STEP_S)
+        self._looked_s = now_s
+        ready = self.in_phase(WorkerPhase.READY)
+        for worker in ready:
+            worker.silent_s += passed_s
+        return [(worker.worker_id, reason) for worker in ready if (reason := worker.hangs(timeout_s))]
 
     def route(self, policy: PrefillRoute, state: RouteState, canvas_length: int, avoid: int | None) -> Worker | None:
         """The worker that takes a canvas; `avoid` only when nobody else is there. None: nobody is ready."""

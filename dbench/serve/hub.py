@@ -1,7 +1,7 @@
 """The scheduler at work in an event loop: every call is one step of the state machine and of what follows.
 
 Commands go to the queues of worker streams, events to the recorder, changes to the tasks that wait for
-them. All methods run in one event loop's thread, and none of them but `until` waits.
+them. All methods run in one event loop's thread, and none waits but those that begin with `until`.
 """
 
 from __future__ import annotations
@@ -29,6 +29,19 @@ MAX_RECENT_ERRORS = 5
 logger = logging.getLogger(__name__)
 
 
+class Link:
+    """The commands for one worker's stream, from its beginning to `close`; its writer stops at None."""
+
+    def __init__(self) -> None:
+        self.commands: asyncio.Queue[Command | None] = asyncio.Queue()
+        self.closed = asyncio.Event()
+
+    def close(self) -> None:
+        """Nothing that comes up the stream counts any more."""
+        self.commands.put_nowait(None)
+        self.closed.set()
+
+
 class Hub:
     """One scheduler, its recorder, and everybody who waits for it."""
 
@@ -45,14 +58,17 @@ class Hub:
         """All workers were ready once."""
         self.is_draining = False
         self.fatal_errors: dict[int, str] = {}
-        """What workers said before they ended, by worker id."""
+        """What workers said before they ended, by worker id, until they are started again."""
         self.recent_errors: deque[str] = deque(maxlen=MAX_RECENT_ERRORS)
+        self.num_exports = 0
+        """Times that a client has fetched all events."""
         self._scheduler = scheduler
         self._recorder = recorder
         self._log_requests = log_requests
-        self._links: dict[int, asyncio.Queue[Command | None]] = {}
+        self._links: dict[int, Link] = {}
         self._watchers: dict[str, list[asyncio.Event]] = {}
         self._moves: list[asyncio.Future[None]] = []
+        self._news: list[asyncio.Future[None]] = []
 
     # ---- for clients ----
 
@@ -127,7 +143,10 @@ class Hub:
         return now_s
 
     def export(self) -> Iterator[EventLines]:
-        return self._recorder.export()
+        """All events that are kept; whoever has read them to the end has exported them."""
+        yield from self._recorder.export()
+        self.num_exports += 1
+        self.announce()
 
     # ---- for workers ----
 
@@ -137,30 +156,75 @@ class Hub:
         is_starting = worker_id in fleet and fleet[worker_id].phase is WorkerPhase.STARTING
         return is_starting and worker_id not in self._links
 
-    def connect(self, worker_id: int) -> asyncio.Queue[Command | None]:
-        """The queue of commands for a worker whose stream has begun; its reader stops at None."""
+    def connect(self, worker_id: int) -> Link:
+        """For a worker whose stream has begun."""
         assert worker_id not in self._links, f"worker {worker_id} has a stream already"
-        return self._links.setdefault(worker_id, asyncio.Queue())
+        return self._links.setdefault(worker_id, Link())
 
     def worker_ready(self, hello: Hello, ready: Ready) -> None:
         """Raises ValueError when it was ready before."""
         self._scheduler.worker_ready(hello, ready, self.clock())
         self._follow_up()
+        self.announce()
 
     def progress(self, worker_id: int, progress: EngineProgress) -> None:
         """Raises ValueError for a message that makes no sense."""
         self._scheduler.progress(worker_id, progress, self.clock())
         self._follow_up()
 
+    def link_ended(self, worker_id: int, link: Link, reason: str) -> None:
+        """A stream has ended, and with it its worker, unless that was taken for lost before."""
+        if self._links.get(worker_id) is link:
+            self.worker_gone(worker_id, reason)
+
     def worker_gone(self, worker_id: int, reason: str) -> None:
-        """The stream or the process of a worker has ended; only the first call counts."""
-        self._links.pop(worker_id, None)
+        """A worker is lost, or has ended after a drain; only the first call counts."""
+        link = self._links.pop(worker_id, None)
+        if link is not None:
+            link.close()
         self._scheduler.worker_gone(worker_id, self.fatal_errors.get(worker_id, reason), self.clock())
         self._follow_up()
+        self.announce()
+
+    def lose_hanging_workers(self) -> None:
+        """To be called every second or so."""
+        for worker_id, reason in self._scheduler.find_hanging_workers(self.clock()):
+            self.worker_gone(worker_id, reason)
 
     def drain_workers(self) -> None:
         self._scheduler.drain_workers(self.clock())
         self._follow_up()
+        self.announce()
+
+    # ---- for whoever starts lost workers again ----
+
+    def await_lost_workers(self, *, is_on: bool) -> None:
+        """Whether blocks wait for workers that are lost from now on."""
+        self._scheduler.fleet.awaits_lost = is_on
+
+    def is_awaited(self, worker_id: int) -> bool:
+        """It was lost and is to be started again."""
+        return self._scheduler.fleet[worker_id].phase is WorkerPhase.AWAITED
+
+    def is_starting(self, worker_id: int) -> bool:
+        return self._scheduler.fleet[worker_id].phase is WorkerPhase.STARTING
+
+    def ready_for_s(self, worker_id: int) -> float | None:
+        """How long a lost worker had been ready; None when it never was since its last start."""
+        return self._scheduler.fleet[worker_id].ready_for_s
+
+    def worker_starts(self, worker_id: int) -> None:
+        """An awaited worker's new process is about to dial in."""
+        self.fatal_errors.pop(worker_id, None)
+        self._scheduler.worker_starts(worker_id)
+
+    def give_up(self, worker_id: int, reason: str) -> None:
+        """An awaited worker will not come back; `reason` follows its number in a sentence."""
+        self.recent_errors.append(f"worker {worker_id} {reason}")
+        logger.error("worker %d %s", worker_id, reason)
+        self._scheduler.give_up(worker_id, reason, self.clock())
+        self._follow_up()
+        self.announce()
 
     # ---- for the server ----
 
@@ -174,30 +238,36 @@ class Hub:
     def all_workers_ready(self) -> bool:
         return all(worker.ready for worker in self.worker_statuses())
 
-    def all_workers_ended(self) -> bool:
-        fleet = self._scheduler.fleet
-        return len(fleet.in_phase(WorkerPhase.LOST, WorkerPhase.ENDED)) == len(fleet.workers)
+    async def until_news(self, condition: Callable[[], bool]) -> None:
+        """As `until`, but tried only when a worker has come or gone, or somebody has called `announce`."""
+        while not condition():
+            news = asyncio.get_running_loop().create_future()
+            self._news.append(news)
+            await news
 
     def announce(self) -> None:
-        """Let `until` look again after a change outside the scheduler."""
+        """Let all who wait look again after a change outside the scheduler."""
+        news, self._news = self._news, []
+        _wake(news)
+        self._wake_all()
+
+    def _wake_all(self) -> None:
         moves, self._moves = self._moves, []
-        for move in moves:
-            if not move.done():
-                move.set_result(None)
+        _wake(moves)
 
     def _follow_up(self) -> None:
         output = self._scheduler.take_output()
         for worker_id, command in output.commands:
             link = self._links.get(worker_id)
             if link is not None:
-                link.put_nowait(command)
+                link.commands.put_nowait(command)
         self._recorder.record(output.events)
         for event in output.events:
             self._log(event)
         for request_id in output.changed:
             for watcher in self._watchers.get(request_id, ()):
                 watcher.set()
-        self.announce()
+        self._wake_all()
 
     def _log(self, event: Event) -> None:
         match event:
@@ -216,3 +286,9 @@ class Hub:
                         event.num_gen_tokens,
                         event.num_forward_passes,
                     )
+
+
+def _wake(waiting: list[asyncio.Future[None]]) -> None:
+    for future in waiting:
+        if not future.done():
+            future.set_result(None)

@@ -10,11 +10,10 @@ from typing import Any, TypeAlias
 
 import grpc
 
-from dbench.serve.hub import Hub
+from dbench.serve.hub import Hub, Link
 from dbench.serve.proto import dbench_pb2 as pb
 from dbench.serve.proto.dbench_pb2_grpc import WorkerLinkServicer
 from dbench.serve.wire_link import (
-    Command,
     EngineProgress,
     Fatal,
     Hello,
@@ -42,21 +41,35 @@ class WorkerLinkService(WorkerLinkServicer):
     async def Connect(self, request_iterator: AsyncIterator[pb.WorkerMessage], context: Context) -> None:
         messages = aiter(request_iterator)
         hello = await self._admit(await anext(messages, None), context)
-        commands = self._hub.connect(hello.worker_id)
-        commands.put_nowait(Welcome(hello.worker_id))
-        writer = asyncio.create_task(_write(commands, context))
-        reason = "its stream ended"
+        link = self._hub.connect(hello.worker_id)
+        link.commands.put_nowait(Welcome(hello.worker_id))
+        writer = asyncio.create_task(_write(link, context))
+        reader = asyncio.create_task(self._read(messages, hello, link))
+        closed = asyncio.create_task(link.closed.wait())
+        try:
+            await asyncio.wait([reader, closed], return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            closed.cancel()
+            self._hub.link_ended(hello.worker_id, link, "its stream ended")
+        await asyncio.wait([writer], timeout=LAST_WRITE_TIMEOUT_S)
+
+    async def _read(self, messages: AsyncIterator[pb.WorkerMessage], hello: Hello, link: Link) -> None:
+        """Take messages in until the stream or its worker has ended.
+
+        It must not be cancelled: gRPC writes into memory of a read that nobody waits for any more. The end
+        of the call ends it.
+        """
         try:
             async for message in messages:
+                if link.closed.is_set():
+                    return
                 self._take(hello, worker_message_from_message(message))
                 if hello.worker_id in self._hub.fatal_errors:
-                    break
+                    return
         except ValueError as error:
-            reason = f"it sent something that makes no sense: {error}"
-        finally:
-            commands.put_nowait(None)
-            self._hub.worker_gone(hello.worker_id, reason)
-        await asyncio.wait([writer], timeout=LAST_WRITE_TIMEOUT_S)
+            self._hub.link_ended(hello.worker_id, link, f"it sent something that makes no sense: {error}")
+        except Exception as error:
+            logger.debug("the stream of worker %d cannot be read: %s", hello.worker_id, error)
 
     async def _admit(self, first: pb.WorkerMessage | None, context: Context) -> Hello:
         """The Hello of an expected worker; anybody else's call is aborted."""
@@ -86,14 +99,14 @@ class WorkerLinkService(WorkerLinkServicer):
                 raise ValueError("a second hello")
 
 
-async def _write(commands: asyncio.Queue[Command | None], context: Context) -> None:
+async def _write(link: Link, context: Context) -> None:
     """Send commands until None comes or the stream breaks, which its reader notices too.
 
     It must not be cancelled: gRPC cannot end a call, and the worker would wait for ever, while a write that
     nobody waits for any more is under way.
     """
     try:
-        while (command := await commands.get()) is not None:
+        while (command := await link.commands.get()) is not None:
             await context.write(command_to_message(command))
     except Exception as error:
         logger.debug("the stream of a worker cannot be written: %s", error)

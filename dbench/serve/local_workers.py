@@ -20,14 +20,14 @@ logger = logging.getLogger(__name__)
 
 
 class LocalWorker:
-    """One worker process; its standard error becomes log lines of this process."""
+    """One worker, and the process that it has at a time; its standard error becomes log lines of this process."""
 
     def __init__(self, config: WorkerConfig) -> None:
         self._config = config
         self.last_line = ""
-        """What it wrote last on standard error."""
+        """The last message that its process wrote on standard error."""
         self.ending = ""
-        """How it ended, in words."""
+        """How its last process ended, in words."""
         self._process: asyncio.subprocess.Process | None = None
 
     @property
@@ -39,11 +39,12 @@ class LocalWorker:
         return self._config.worker_id
 
     async def start(self) -> None:
-        """Start the process; it dials the scheduler by itself. Raises ServerStartError.
+        """Start a process; it dials the scheduler by itself. Raises ServerStartError.
 
         It gets its own session: Ctrl-C in the terminal is for the server, which drains its workers. It
         must be called from a thread that lives as long as the server (see child.die_with_parent_thread).
         """
+        self.last_line = self.ending = ""
         try:
             self._process = await asyncio.create_subprocess_exec(
                 *child.command(MODULE),
@@ -53,7 +54,8 @@ class LocalWorker:
                 start_new_session=True,
             )
         except OSError as error:
-            raise ServerStartError(f"worker {self.worker_id}: cannot be started: {error}") from error
+            self.ending = f"its process cannot be started: {error}"
+            raise ServerStartError(f"worker {self.worker_id}: {self.ending}") from error
         assert self._process.stdin is not None, "the worker was started without a pipe"
         self._process.stdin.write(self._config.to_json().encode() + b"\n")  # and stays open: its end ends the worker
 
@@ -62,12 +64,12 @@ class LocalWorker:
         process = self._process
         assert process is not None, "waiting for a worker that was not started"
         assert process.stderr is not None, "the worker was started without a pipe"
-        buffer = b""
+        buffer, level = b"", logging.INFO
         while chunk := await process.stderr.read(READ_BYTES):
             *lines, buffer = (buffer + chunk).split(b"\n")
             for line in lines:
-                self._pass_on(line)
-        self._pass_on(buffer)
+                level = self._pass_on(line, level)
+        self._pass_on(buffer, level)
         code = await process.wait()
         return f"killed by signal {-code}" if code < 0 else f"exit code {code}"
 
@@ -79,15 +81,18 @@ class LocalWorker:
             except ProcessLookupError:
                 logger.debug("worker %d has ended already", self.worker_id)
 
-    def _pass_on(self, line: bytes) -> None:
-        text = line.decode(errors="replace").rstrip()
-        if text:
-            self.last_line = text
-            logger.info("worker %d: %s", self.worker_id, text)
+    def _pass_on(self, line: bytes, level_before: int) -> int:
+        """Log a line with its own level, or, as a part of what was said before, with that one's; returns it."""
+        given, message = child.read_log_line(line.decode(errors="replace").rstrip())
+        level = level_before if given is None else given
+        if message:
+            self.last_line = message
+            logger.log(level, "worker %d: %s", self.worker_id, message)
+        return level
 
 
 class LocalWorkers:
-    """All local workers; `gone` is told of every one that ends, with how."""
+    """All local workers; `gone` is told of every process that ends, with how."""
 
     def __init__(self, configs: Sequence[WorkerConfig], gone: Callable[[int, str], None]) -> None:
         self.workers = [LocalWorker(config) for config in configs]
@@ -97,8 +102,17 @@ class LocalWorkers:
     async def start(self) -> None:
         """Start all processes and watch them. Raises ServerStartError; call `end` in any case."""
         for worker in self.workers:
-            await worker.start()
-            self._watches[worker.worker_id] = asyncio.create_task(self._watch(worker))
+            await self.start_one(worker)
+
+    async def start_one(self, worker: LocalWorker) -> None:
+        """Start and watch a process for a worker that has none. Raises ServerStartError."""
+        await worker.start()
+        self._watches[worker.worker_id] = asyncio.create_task(self._watch(worker))
+
+    async def kill_one(self, worker: LocalWorker) -> None:
+        """Return when its process has ended; one that is stopped ends too."""
+        worker.send(signal.SIGKILL)
+        await asyncio.wait([self._watches[worker.worker_id]])
 
     async def wait(self, timeout_s: float) -> None:
         """Wait until all have ended, at most so long."""
@@ -114,10 +128,11 @@ class LocalWorkers:
                 worker.send(number)
             await self.wait(SIGNAL_TIMEOUT_S)
 
-    def kill(self) -> None:
-        """End all at once, without waiting."""
+    def kill(self, worker_ids: Sequence[int] | None = None) -> None:
+        """End these, or all, at once, without waiting."""
         for worker in self.workers:
-            worker.send(signal.SIGKILL)
+            if worker_ids is None or worker.worker_id in worker_ids:
+                worker.send(signal.SIGKILL)
 
     async def first_ended(self) -> LocalWorker:
         """Wait until any of them has ended."""

@@ -9,6 +9,7 @@ import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import islice
 from typing import NamedTuple, TypeVar
 
 from dbench.errors import OptionError, unknown_name
@@ -145,6 +146,20 @@ def _deficit_after(budget: TokenBudget, admitted_tokens: int, stopped_by: Stop) 
         return max(0, budget.available - admitted_tokens)
     taken_from_savings = max(0, admitted_tokens - budget.fresh)
     return max(0, budget.prior - taken_from_savings)
+
+
+def num_that_may_join(waiting: Iterable[BlockTask], running: Iterable[BlockTask], free_slots: int) -> int:
+    """How many of the waiting blocks, from the front, may run beside those that run already and each other.
+
+    An alone block joins nobody and nobody joins it; nothing overtakes it while it waits for the others to end.
+    """
+    companions = list(running)
+    if any(task.alone for task in companions):
+        return 0
+    for number, task in enumerate(islice(waiting, free_slots)):
+        if task.alone:
+            return number if number or companions else 1
+    return free_slots
 
 
 # ---- which rows a step computes -----------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 No I/O and no clock of its own: calls bring `now_s`, what must be done is taken with `take_output`.
 A request is PENDING or WAITING_NEXT_BLOCK while no worker has its block, PREFILLING once one has,
-DECODING once its refresh has ended. A lost worker or a failed block sends it back to the first two.
+DECODING once its refresh has ended. A lost worker or a failed batch sends it back to the first two.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 
 from dbench.errors import QueueFullError, ServerUnavailable
 from dbench.events import (
-    BlockFinished,
     BlockRouted,
     Event,
     RequestArrived,
@@ -26,15 +25,14 @@ from dbench.events import (
     event_from_json,
     shifted,
 )
-from dbench.serve.fleet import Assignment, Fleet, Worker, WorkerPhase
+from dbench.serve.block_ends import Problem, block_finished, problem_of
+from dbench.serve.fleet import SCHEDULER, Assignment, Fleet, Worker, WorkerPhase
 from dbench.serve.policy import PrefillRoute, RouteState
-from dbench.serve.sequence import BlockEnd, BlockKey, BlockOutcome, Request, Status, derive_request_seed
+from dbench.serve.sequence import BlockEnd, BlockKey, BlockOutcome, Fault, Request, Status, derive_request_seed
 from dbench.serve.tracking import RequestShape, TrackedRequest
 from dbench.serve.validation import RequestLimits, check_submission
 from dbench.serve.wire import NOT_FOUND, PollState, Submission
 from dbench.serve.wire_link import CancelBlock, Command, Drain, EngineProgress, Hello, Ready, RunBlock
-
-SOURCE = "scheduler"
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +43,8 @@ class SchedulerRules:
     mask_token_id: int
     max_block_retries: int
     max_queued_requests: int
+    worker_timeout_s: float
+    """Of one iteration of a worker, and of its silence."""
     retention_s: float = 600.0
     """Finished requests are kept this long, for Poll."""
     retention_number: int = 10_000
@@ -119,7 +119,7 @@ class Scheduler:
         tracked = self._track(submission, now_s)
         self._running[tracked.request.request_id] = tracked
         self._emit(
-            RequestArrived(now_s, SOURCE, tracked.request.request_id, len(tracked.tokens), submission.gen_length)
+            RequestArrived(now_s, SCHEDULER, tracked.request.request_id, len(tracked.tokens), submission.gen_length)
         )
         self._make_pending(tracked, now_s)
         self._settle(now_s)
@@ -154,41 +154,59 @@ class Scheduler:
         worker = self.fleet[hello.worker_id]
         if worker.phase is not WorkerPhase.STARTING:
             raise ValueError(f"worker {hello.worker_id} says that it is ready but is {worker.phase}, not starting")
-        worker.phase = WorkerPhase.READY
-        worker.device, worker.pid, worker.capacity = hello.device, hello.pid, ready
+        worker.become_ready(hello.device, hello.pid, ready, now_s)
         self._emit(
-            WorkerUp(now_s, SOURCE, hello.worker_id, hello.device, ready.pages_total, ready.kv_page_size, hello.pid)
+            WorkerUp(now_s, SCHEDULER, hello.worker_id, hello.device, ready.pages_total, ready.kv_page_size, hello.pid)
         )
         self._settle(now_s)
 
     def drain_workers(self, now_s: float) -> None:
-        """Let ready workers finish what they hold and end; they get nothing new."""
+        """Let ready workers finish what they hold and end; they get nothing new, and nobody waits for others."""
         for worker in self.fleet.in_phase(WorkerPhase.READY):
             worker.phase = WorkerPhase.DRAINING
             self._output.commands.append((worker.worker_id, Drain()))
+        for worker in self.fleet.in_phase(WorkerPhase.STARTING, WorkerPhase.AWAITED):
+            worker.leave(WorkerPhase.ENDED, now_s)
         self._settle(now_s)
 
     def worker_gone(self, worker_id: int, reason: str, now_s: float) -> None:
         """A worker's stream or process has ended: what it held is restarted elsewhere. A second call does nothing."""
         worker = self.fleet[worker_id]
-        if worker.phase in (WorkerPhase.LOST, WorkerPhase.ENDED):
+        if worker.phase in (WorkerPhase.AWAITED, WorkerPhase.LOST, WorkerPhase.ENDED):
             return
-        was_asked = worker.phase is WorkerPhase.DRAINING
-        worker.phase = WorkerPhase.ENDED if was_asked else WorkerPhase.LOST
-        worker.last_state = None
         loss = f"worker {worker_id} was lost: {reason}"
-        if not was_asked:
+        if worker.phase is WorkerPhase.DRAINING:
+            worker.leave(WorkerPhase.ENDED, now_s)
+        else:
+            worker.leave(WorkerPhase.AWAITED if self.fleet.awaits_lost else WorkerPhase.LOST, now_s)
             self.fleet.last_loss = loss
-            self._emit(WorkerLost(now_s, SOURCE, worker_id, reason))
+            self._emit(WorkerLost(now_s, SCHEDULER, worker_id, reason))
         for key in list(worker.assignments):
-            self._end_block(worker, BlockEnd.without_steps(key, BlockOutcome.FAILED, loss), now_s)
+            self._end_block(worker, BlockEnd.without_steps(key, BlockOutcome.FAILED, loss, Fault.WORKER), now_s)
         self._settle(now_s)
+
+    def worker_starts(self, worker_id: int) -> None:
+        """An awaited worker is started again and may dial in."""
+        worker = self.fleet[worker_id]
+        assert worker.phase is WorkerPhase.AWAITED, f"worker {worker_id} is started again but is {worker.phase}"
+        worker.start()
+
+    def give_up(self, worker_id: int, reason: str, now_s: float) -> None:
+        """An awaited worker does not come back."""
+        worker = self.fleet[worker_id]
+        assert worker.phase is WorkerPhase.AWAITED, f"worker {worker_id} is given up but is {worker.phase}"
+        worker.phase = WorkerPhase.LOST
+        self.fleet.last_loss = f"worker {worker_id} {reason}"
+        self._settle(now_s)
+
+    def find_hanging_workers(self, now_s: float) -> list[tuple[int, str]]:
+        """Workers that hang, and why they count as lost; to be called every second or so."""
+        return self.fleet.find_hanging(now_s, self.rules.worker_timeout_s)
 
     def progress(self, worker_id: int, progress: EngineProgress, now_s: float) -> None:
         """Take in a worker's message; blocks that it does not hold are dropped. Raises ValueError for a bad event."""
         worker = self.fleet[worker_id]
-        worker.observe_clock(now_s, progress.now_s)
-        worker.num_iterations = progress.iteration
+        worker.hear(now_s, progress)
         for line in progress.event_lines:
             event = shifted(event_from_json(line), worker.clock_offset_s)
             if isinstance(event, WorkerState):
@@ -210,17 +228,19 @@ class Scheduler:
         if assignment is None:
             return
         worker.count(end)
-        self._emit(_block_finished(worker, end, assignment, now_s))
+        self._emit(block_finished(worker, end, assignment, now_s))
         if tracked is None:
             return
         tracked.worker_id = None
         if end.times is not None and tracked.first_refresh_s is None:
             tracked.first_refresh_s = end.times.refresh_start_s + worker.clock_offset_s
-        problem = _problem(end, tracked)
-        if problem:
-            self._retry(tracked, worker.worker_id, problem, now_s)
-        else:
+        problem = problem_of(end, tracked)
+        if problem is None:
             self._advance(tracked, end, now_s)
+        elif problem.fault is Fault.OWN:
+            self._finish(tracked, Status.ERROR, problem.text, now_s)
+        else:
+            self._retry(tracked, worker.worker_id, problem, now_s)
 
     def _advance(self, tracked: TrackedRequest, end: BlockEnd, now_s: float) -> None:
         tracked.append_block(end.token_ids, len(end.steps))
@@ -231,15 +251,15 @@ class Scheduler:
         else:
             self._make_pending(tracked, now_s)
 
-    def _retry(self, tracked: TrackedRequest, worker_id: int, problem: str, now_s: float) -> None:
-        if tracked.attempt >= self.rules.max_block_retries:
-            times = f"{tracked.attempt + 1} times" if tracked.attempt else "once"
-            error = f"block {tracked.block_index} failed {times}, last on worker {worker_id}: {problem}"
+    def _retry(self, tracked: TrackedRequest, worker_id: int, problem: Problem, now_s: float) -> None:
+        tracked.note_failure(worker_id, of_batch=problem.fault is Fault.BATCH)
+        count = tracked.num_failures
+        if count > self.rules.max_block_retries:
+            times = f"{count} times" if count > 1 else "once"
+            error = f"block {tracked.block_index} failed {times}, last on worker {worker_id}: {problem.text}"
             self._finish(tracked, Status.ERROR, error, now_s)
-            return
-        tracked.attempt += 1
-        tracked.avoid_worker_id = worker_id
-        self._make_pending(tracked, now_s)
+        else:
+            self._make_pending(tracked, now_s)
 
     def _make_pending(self, tracked: TrackedRequest, now_s: float) -> None:
         tracked.ready_s = now_s
@@ -262,7 +282,7 @@ class Scheduler:
         depth = (len(self._pending), self._pending_tokens)
         if depth != self._last_depth:
             self._last_depth = depth
-            self._emit(SchedulerDepth(now_s, SOURCE, *depth))
+            self._emit(SchedulerDepth(now_s, SCHEDULER, *depth))
 
     def _route(self, tracked: TrackedRequest, now_s: float) -> None:
         canvas = tracked.shape.canvas_length
@@ -274,7 +294,7 @@ class Scheduler:
         tracked.worker_id = worker.worker_id
         tracked.status = Status.PREFILLING
         self._output.commands.append((worker.worker_id, RunBlock(tracked.task())))
-        self._emit(BlockRouted(now_s, SOURCE, key.request_id, key.block_index, key.attempt, worker.worker_id))
+        self._emit(BlockRouted(now_s, SCHEDULER, key.request_id, key.block_index, key.attempt, worker.worker_id))
 
     # ---- requests ----
 
@@ -308,7 +328,7 @@ class Scheduler:
         self._output.changed.append(request_id)
         self._emit(
             RequestFinished(
-                now_s, SOURCE, request_id, status.value, tracked.num_gen_tokens, tracked.num_forward_passes, error
+                now_s, SCHEDULER, request_id, status.value, tracked.num_gen_tokens, tracked.num_forward_passes, error
             )
         )
 
@@ -336,39 +356,3 @@ class Scheduler:
 
     def _emit(self, event: Event) -> None:
         self._output.events.append(event)
-
-
-def _problem(end: BlockEnd, tracked: TrackedRequest) -> str:
-    """Why an ended block cannot be taken in; empty when it can."""
-    if end.outcome is BlockOutcome.CANCELLED:
-        return "the worker dropped a block that nobody had cancelled"
-    if end.outcome is BlockOutcome.FAILED:
-        return end.error or "the worker gave no reason"
-    wanted = tracked.shape.block_length
-    is_cut = end.found_eos and not tracked.request.ignore_eos and 0 < len(end.token_ids) <= wanted
-    if len(end.token_ids) != wanted and not is_cut:
-        return f"the worker returned {len(end.token_ids)} ids for a block of {wanted}"
-    return ""
-
-
-def _block_finished(worker: Worker, end: BlockEnd, assignment: Assignment, now_s: float) -> BlockFinished:
-    offset, times, key = worker.clock_offset_s, end.times, end.key
-    return BlockFinished(
-        at_s=now_s,
-        source=SOURCE,
-        request_id=key.request_id,
-        block_index=key.block_index,
-        attempt=key.attempt,
-        worker_id=worker.worker_id,
-        outcome=end.outcome.value,
-        error=end.error,
-        ready_s=assignment.ready_s,
-        routed_s=assignment.routed_s,
-        received_s=None if times is None else times.received_s + offset,
-        refresh_start_s=None if times is None else times.refresh_start_s + offset,
-        refresh_end_s=None if times is None else times.refresh_end_s + offset,
-        decode_start_s=None if times is None else times.decode_start_s + offset,
-        end_s=None if times is None else times.end_s + offset,
-        step_end_s=tuple(step.end_s + offset for step in end.steps),
-        step_num_unmasked=tuple(step.num_unmasked for step in end.steps),
-    )

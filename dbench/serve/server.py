@@ -16,7 +16,7 @@ import signal
 import sys
 import time
 import uuid
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,13 +35,19 @@ from dbench.serve.hub import Hub
 from dbench.serve.local_workers import LocalWorkers
 from dbench.serve.policy import PREFILL_ROUTES, RouteState, choose
 from dbench.serve.recorder import Recorder
+from dbench.serve.restarts import Restarts
 from dbench.serve.scheduler import Scheduler, SchedulerRules
 from dbench.serve.status import ServerDescription
+from dbench.serve.tables import TableWriter
 
 WORKER_EXIT_TIMEOUT_S = 10.0
 REPLY_GRACE_S = 2.0
 """For streams to deliver their last message."""
 PROGRESS_PERIOD_S = 0.5
+LOOK_PERIOD_S = 1.0
+"""Between looks for workers that hang."""
+TABLES_TIMEOUT_S = 60.0
+"""For tables of an export that are being written when the server ends."""
 
 logger = logging.getLogger(__name__)
 
@@ -73,6 +79,9 @@ class Observer:
     on_ready: Callable[[str], None]
     """Gets host:port when requests will be run."""
     on_progress: Callable[[ServeProgress], None] | None = None
+    on_export: Callable[[], Awaitable[None]] | None = None
+    """Writes the tables after somebody has exported the metrics; it may raise DbenchError, and is cancelled when
+    the server must end at once."""
 
 
 def serve(
@@ -82,6 +91,7 @@ def serve(
     config_json: str,
     on_progress: Callable[[ServeProgress], None] | None,
     on_ready: Callable[[str], None],
+    on_export: Callable[[], Awaitable[None]] | None = None,
 ) -> int:
     """Serve until Ctrl-C or SIGTERM and drain; returns the exit code. For the main thread only.
 
@@ -89,7 +99,7 @@ def serve(
     """
     check_address(service)
     deployment = deployment_of(engine)
-    observer = Observer(on_ready, on_progress)
+    observer = Observer(on_ready, on_progress, on_export)
 
     async def run() -> int:
         stop = Stop()
@@ -116,21 +126,29 @@ async def run_server(
         endpoint = Endpoint(hub, service, worker_key, lambda: description.status(hub))
         await endpoint.start()
         local = LocalWorkers(worker_configs(deployment, endpoint.local_address, worker_key), hub.worker_gone)
+        restarts = Restarts(hub, local, service.startup_timeout_s)
+        tables = None if observer.on_export is None else TableWriter(hub, observer.on_export)
         tasks = [asyncio.create_task(_follow_health(hub, endpoint))]
         if observer.on_progress is not None:
             show = observer.on_progress
             tasks.append(asyncio.create_task(_tick(lambda: show(description.progress(hub, endpoint.address)))))
+        if tables is not None:
+            tasks.append(asyncio.create_task(tables.run()))
         has_drained = False
         try:
             await local.start()
             if await _all_ready(hub, local, stop, service.startup_timeout_s):
+                tasks += [restarts.start(), asyncio.create_task(_lose_hanging_workers(hub))]
                 hub.is_open = True
                 await endpoint.set_serving(True)
                 hub.announce()
                 observer.on_ready(endpoint.address)
                 await _first_of(stop.requested.wait(), *tasks)
-                has_drained = await _drain(hub, local, stop, service.drain_timeout_s)
+                has_drained = await _drain(hub, local, restarts, stop, service.drain_timeout_s)
+                if tables is not None:
+                    await _first_of(tables.finish(), stop.at_once.wait(), asyncio.sleep(TABLES_TIMEOUT_S))
         finally:
+            await restarts.stop()
             for task in tasks:
                 task.cancel()
             await _end(hub, local, endpoint, at_once=not has_drained)
@@ -148,6 +166,7 @@ def build_hub(deployment: Deployment, service: ServiceOptions, recorder: Recorde
         mask_token_id=deployment.mask_token_id,
         max_block_retries=options.max_block_retries,
         max_queued_requests=service.max_queued_requests,
+        worker_timeout_s=service.worker_timeout_s,
     )
     policy = choose("prefill_scheduler_policy", PREFILL_ROUTES, options.prefill_scheduler_policy)
     route_state = RouteState(random.Random(options.server_seed))
@@ -168,7 +187,7 @@ def worker_configs(deployment: Deployment, address: str, worker_key: str) -> lis
 
 async def _all_ready(hub: Hub, local: LocalWorkers, stop: Stop, timeout_s: float) -> bool:
     """Whether all workers became ready before somebody wanted the end. Raises ServerStartError."""
-    ready = asyncio.ensure_future(hub.until(hub.all_workers_ready))
+    ready = asyncio.ensure_future(hub.until_news(hub.all_workers_ready))
     ended = asyncio.ensure_future(local.first_ended())
     stopped = asyncio.ensure_future(stop.requested.wait())
     waits: list[asyncio.Future[Any]] = [ready, ended, stopped]
@@ -192,7 +211,7 @@ async def _all_ready(hub: Hub, local: LocalWorkers, stop: Stop, timeout_s: float
             wait.cancel()
 
 
-async def _drain(hub: Hub, local: LocalWorkers, stop: Stop, timeout_s: float) -> bool:
+async def _drain(hub: Hub, local: LocalWorkers, restarts: Restarts, stop: Stop, timeout_s: float) -> bool:
     """Refuse new requests, let running ones end, then the workers; False when somebody wants the end at once."""
     hub.is_draining = True
     hub.announce()
@@ -200,6 +219,8 @@ async def _drain(hub: Hub, local: LocalWorkers, stop: Stop, timeout_s: float) ->
     await _first_of(hub.until(lambda: hub.num_in_server == 0), stop.at_once.wait(), asyncio.sleep(timeout_s))
     if hub.num_in_server and not stop.at_once.is_set():
         hub.cancel_all(f"the server was stopped, and the request had not ended within drain_timeout_s {timeout_s:g}")
+    await restarts.stop()
+    local.kill([worker.worker_id for worker in hub.worker_statuses() if not worker.ready])  # they only start
     hub.drain_workers()
     await _first_of(local.wait(WORKER_EXIT_TIMEOUT_S), stop.at_once.wait())
     return not stop.at_once.is_set()
@@ -219,7 +240,13 @@ async def _follow_health(hub: Hub, endpoint: Endpoint) -> None:
     while True:
         was_ready = hub.is_ready
         await endpoint.set_serving(was_ready)
-        await hub.until(lambda: hub.is_ready != was_ready)  # noqa: B023  read before the loop goes on
+        await hub.until_news(lambda: hub.is_ready != was_ready)  # noqa: B023  read before the loop goes on
+
+
+async def _lose_hanging_workers(hub: Hub) -> None:
+    while True:
+        await asyncio.sleep(LOOK_PERIOD_S)
+        hub.lose_hanging_workers()
 
 
 async def _tick(show: Callable[[], None]) -> None:

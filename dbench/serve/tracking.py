@@ -40,6 +40,10 @@ class TrackedRequest:
     status: Status = Status.PENDING
     block_index: int = 0
     attempt: int = 0
+    num_failures: int = 0
+    """Of its block: those that can be its own."""
+    alone: bool = False
+    """Its block runs alone from now on: a batch that it was in has failed."""
     worker_id: int | None = None
     """Who decodes its block."""
     avoid_worker_id: int | None = None
@@ -71,6 +75,7 @@ class TrackedRequest:
             ignore_eos=self.request.ignore_eos,
             arrival_s=self.request.arrival_s,
             num_remaining_blocks=self.shape.num_blocks - self.block_index,
+            alone=self.alone,
         )
 
     def append_block(self, token_ids: tuple[int, ...], num_forward_passes: int) -> None:
@@ -79,8 +84,17 @@ class TrackedRequest:
         self.block_ends.append(len(self.tokens))
         self.num_forward_passes += num_forward_passes
         self.block_index += 1
-        self.attempt = 0
+        self.attempt = self.num_failures = 0
+        self.alone = False
         self.avoid_worker_id = None
+
+    def note_failure(self, worker_id: int, *, of_batch: bool) -> None:
+        """An attempt at its block has failed there; as part of a batch it counts only if the block was alone."""
+        if not of_batch or self.alone:
+            self.num_failures += 1
+        self.alone = self.alone or of_batch
+        self.attempt += 1
+        self.avoid_worker_id = worker_id
 
     def finish(self, status: Status, error: str, now_s: float) -> None:
         """Set the final status, once, and let go of what only a running request needs."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from dbench.serve.proto import dbench_pb2 as pb
-from dbench.serve.sequence import BlockEnd, BlockKey, BlockOutcome, BlockStep, BlockTask, BlockTimes
+from dbench.serve.sequence import BlockEnd, BlockKey, BlockOutcome, BlockStep, BlockTask, BlockTimes, Fault
 from dbench.serve.wire import sampling_from_message, sampling_to_message
 
 
@@ -39,10 +39,13 @@ class EngineProgress:
     now_s: float
     """The worker's monotonic clock when it was sent."""
     iteration: int
+    """The last one that ended."""
     refreshed: tuple[BlockKey, ...] = ()
     ended: tuple[BlockEnd, ...] = ()
     event_lines: tuple[str, ...] = ()
     """Events as JSON since the last message, on the worker's clock."""
+    iteration_age_s: float | None = None
+    """How long the next iteration has been running; None when none runs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +99,7 @@ def worker_message_to_message(record: WorkerMessage) -> pb.WorkerMessage:
                     refreshed=[_key_to_message(key) for key in record.refreshed],
                     ended=[_end_to_message(end) for end in record.ended],
                     event_json=record.event_lines,
+                    iteration_age_s=record.iteration_age_s,
                 )
             )
         case Fatal(error):
@@ -118,6 +122,7 @@ def worker_message_from_message(message: pb.WorkerMessage) -> WorkerMessage:
                 refreshed=tuple(_key_from_message(key) for key in progress.refreshed),
                 ended=tuple(_end_from_message(end) for end in progress.ended),
                 event_lines=tuple(progress.event_json),
+                iteration_age_s=progress.iteration_age_s if progress.HasField("iteration_age_s") else None,
             )
         case "fatal":
             return Fatal(message.fatal)
@@ -171,6 +176,7 @@ def _task_to_message(task: BlockTask) -> pb.BlockTask:
         ignore_eos=task.ignore_eos,
         arrival_s=task.arrival_s,
         num_remaining_blocks=task.num_remaining_blocks,
+        alone=task.alone,
     )
 
 
@@ -185,6 +191,7 @@ def _task_from_message(message: pb.BlockTask) -> BlockTask:
         ignore_eos=message.ignore_eos,
         arrival_s=message.arrival_s,
         num_remaining_blocks=message.num_remaining_blocks,
+        alone=message.alone,
     )
 
 
@@ -206,6 +213,7 @@ def _end_to_message(end: BlockEnd) -> pb.BlockEnd:
             end_s=times.end_s,
         ),
         steps=[pb.BlockStep(end_s=step.end_s, num_unmasked=step.num_unmasked) for step in end.steps],
+        fault=end.fault.value,
     )
 
 
@@ -223,4 +231,5 @@ def _end_from_message(message: pb.BlockEnd) -> BlockEnd:
         if message.HasField("times")
         else None,
         steps=tuple(BlockStep(step.end_s, step.num_unmasked) for step in message.steps),
+        fault=Fault(message.fault),
     )

@@ -16,13 +16,13 @@ from collections.abc import Iterable
 from dbench.errors import DbenchError, RequestError, ServerUnavailable, one_line
 from dbench.serve import child
 from dbench.serve.deployment import Deployment, deployment_of
-from dbench.serve.engine import Engine
+from dbench.serve.engine import Engine, StepReport
 from dbench.serve.handover import WorkerConfig
 from dbench.serve.pages import PagePool
 from dbench.serve.runner import Runner
-from dbench.serve.sequence import BlockEnd, BlockOutcome, BlockTask
-from dbench.serve.wire_link import CancelBlock, Command, Drain, Fatal, Hello, Ready, RunBlock, Welcome
-from dbench.serve.worker_stream import Report, StreamEnded, WorkerStream
+from dbench.serve.sequence import BlockEnd, BlockOutcome, BlockTask, Fault
+from dbench.serve.wire_link import CancelBlock, Drain, Fatal, Hello, Ready, Welcome
+from dbench.serve.worker_stream import BlockArrived, Incoming, Report, StreamEnded, WorkerStream
 
 SWITCH_INTERVAL_S = 0.0005
 """Python's default of 5 ms, for which a busy I/O thread may hold up the engine, is a whole decode step."""
@@ -47,26 +47,29 @@ class WorkerLoop:
     def run(self) -> None:
         """Until a drain is done. Raises ServerUnavailable when the stream is lost."""
         while True:
-            report = self._engine.step()
-            events = tuple(self._engine.take_events())
-            ended = (*self._take_refused(), *(report.ended if report is not None else ()))
-            if report is not None:
-                self._iteration += 1
-            if report is not None or events or ended:
-                refreshed = report.refreshed if report is not None else ()
-                self._stream.send(Report(self._iteration, refreshed, ended, events))
-            if report is not None:
-                self._obey(self._stream.commands())
-            elif self._is_draining:
-                return
-            else:
+            with self._stream.iteration():
+                report = self._engine.step()
+            self._obey(self._stream.commands())  # before the report: the blocks that came meanwhile are in its events
+            self._report(report)
+            if report is None and self._engine.is_idle:
+                if self._is_draining:
+                    return
                 self._obey(self._stream.wait_for_commands())
 
-    def _obey(self, commands: Iterable[Command | StreamEnded]) -> None:
+    def _report(self, report: StepReport | None) -> None:
+        events = tuple(self._engine.take_events())
+        ended = (*self._take_refused(), *(report.ended if report is not None else ()))
+        if report is not None:
+            self._iteration += 1
+        if report is not None or events or ended:
+            refreshed = report.refreshed if report is not None else ()
+            self._stream.send(Report(self._iteration, refreshed, ended, events))
+
+    def _obey(self, commands: Iterable[Incoming]) -> None:
         for command in commands:
             match command:
-                case RunBlock(task):
-                    self._take(task)
+                case BlockArrived(task, at_s):
+                    self._take(task, at_s)
                 case CancelBlock(key):
                     self._engine.cancel(key)
                 case Drain():
@@ -76,13 +79,17 @@ class WorkerLoop:
                 case Welcome():
                     raise ServerUnavailable("the scheduler said welcome twice")
 
-    def _take(self, task: BlockTask) -> None:
+    def _take(self, task: BlockTask, received_s: float) -> None:
+        if self._is_draining:
+            self._refuse(task, "the worker is draining and takes nothing new", Fault.WORKER)
+            return
         try:
-            if self._is_draining:
-                raise RequestError("the worker is draining and takes nothing new")
-            self._engine.submit(task)
+            self._engine.submit(task, received_s)
         except RequestError as error:
-            self._refused.append(BlockEnd.without_steps(task.key, BlockOutcome.FAILED, str(error)))
+            self._refuse(task, str(error), Fault.OWN)
+
+    def _refuse(self, task: BlockTask, reason: str, fault: Fault) -> None:
+        self._refused.append(BlockEnd.without_steps(task.key, BlockOutcome.FAILED, reason, fault))
 
     def _take_refused(self) -> list[BlockEnd]:
         refused, self._refused = self._refused, []

@@ -1,7 +1,7 @@
 """A worker's end of the stream to its scheduler.
 
-One thread reads commands into an inbox; gRPC's own sender thread takes messages from an outbox, turns
-them into JSON and protobuf there, and adds a heartbeat when nothing was said for a second.
+One thread reads commands into an inbox and notes when blocks came; gRPC's own sender thread takes messages
+from an outbox, turns them into JSON and protobuf there, and adds a heartbeat when nothing was said for a second.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import queue
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,14 +20,17 @@ from dbench.errors import one_line
 from dbench.events import Event, event_to_json
 from dbench.serve.proto import dbench_pb2 as pb
 from dbench.serve.proto.dbench_pb2_grpc import WorkerLinkStub
-from dbench.serve.sequence import BlockEnd, BlockKey
+from dbench.serve.sequence import BlockEnd, BlockKey, BlockTask
 from dbench.serve.wire import MAX_MESSAGE_BYTES
 from dbench.serve.wire_link import (
-    Command,
+    CancelBlock,
+    Drain,
     EngineProgress,
     Fatal,
     Hello,
     Ready,
+    RunBlock,
+    Welcome,
     command_from_message,
     worker_message_to_message,
 )
@@ -40,7 +44,17 @@ CHANNEL_OPTIONS = (
     ("grpc.keepalive_timeout_ms", 10_000),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.enable_http_proxy", 0),  # one from the environment is for web pages, and does not know this address
 )
+
+
+@dataclass(frozen=True, slots=True)
+class BlockArrived:
+    """A RunBlock, and when it came: the engine may be busy with a batch for long after."""
+
+    task: BlockTask
+    at_s: float
+    """The worker's monotonic clock."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +62,9 @@ class StreamEnded:
     """The last thing in an inbox: nothing can be sent or received any more."""
 
     reason: str
+
+
+Incoming = Welcome | BlockArrived | CancelBlock | Drain | StreamEnded
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +88,9 @@ class WorkerStream:
     def __init__(self, address: str, hello: Hello) -> None:
         self._address = address
         self._hello = hello
-        self._inbox: queue.SimpleQueue[Command | StreamEnded] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[Incoming] = queue.SimpleQueue()
         self._outbox: queue.SimpleQueue[Ready | Fatal | Report | _Close] = queue.SimpleQueue()
+        self._iteration_began_s: float | None = None
         self._channel: grpc.Channel | None = None
         self._reader = threading.Thread(target=self._read, name="stream-reader", daemon=True)
 
@@ -85,13 +103,22 @@ class WorkerStream:
         """Queue a message; returns at once."""
         self._outbox.put(message)
 
-    def wait_for_commands(self) -> list[Command | StreamEnded]:
+    @contextmanager
+    def iteration(self) -> Iterator[None]:
+        """An iteration of the engine runs: heartbeats tell for how long."""
+        self._iteration_began_s = time.monotonic()
+        try:
+            yield
+        finally:
+            self._iteration_began_s = None
+
+    def wait_for_commands(self) -> list[Incoming]:
         """All commands that have come; waits for the first."""
         return [self._inbox.get(), *self.commands()]
 
-    def commands(self) -> list[Command | StreamEnded]:
+    def commands(self) -> list[Incoming]:
         """All commands that have come; does not wait."""
-        found: list[Command | StreamEnded] = []
+        found: list[Incoming] = []
         while True:
             try:
                 found.append(self._inbox.get_nowait())
@@ -110,7 +137,9 @@ class WorkerStream:
         stub: Any = WorkerLinkStub(self._channel)  # type: ignore[no-untyped-call]
         try:
             for message in stub.Connect(self._messages()):
-                self._inbox.put(command_from_message(message))
+                at_s = time.monotonic()
+                command = command_from_message(message)
+                self._inbox.put(BlockArrived(command.task, at_s) if isinstance(command, RunBlock) else command)
             reason = "the scheduler closed the stream"
         except grpc.RpcError as error:
             reason = _details(error)
@@ -126,7 +155,7 @@ class WorkerStream:
             try:
                 item = self._outbox.get(timeout=HEARTBEAT_S)
             except queue.Empty:
-                yield worker_message_to_message(EngineProgress(time.monotonic(), iteration))
+                yield worker_message_to_message(self._heartbeat(iteration))
                 continue
             match item:
                 case _Close():
@@ -138,6 +167,11 @@ class WorkerStream:
                     yield worker_message_to_message(progress)
                 case _:
                     yield worker_message_to_message(item)
+
+    def _heartbeat(self, iteration: int) -> EngineProgress:
+        now_s, began_s = time.monotonic(), self._iteration_began_s
+        age_s = None if began_s is None else max(0.0, now_s - began_s)
+        return EngineProgress(now_s, iteration, iteration_age_s=age_s)
 
 
 def _details(error: object) -> str:

@@ -50,6 +50,8 @@ class RecordingRunner(FakeRunner):
     calls: list[str] = field(default_factory=list)
     launches: list[tuple[Span, ...]] = field(default_factory=list)
     attached: list[BlockTask] = field(default_factory=list)
+    slots: dict[int, BlockTask] = field(default_factory=dict)
+    """Attached and not detached."""
 
     def __post_init__(self) -> None:
         super().__init__(self.script, page_size=PAGE_SIZE, clock=self.clock)
@@ -57,6 +59,11 @@ class RecordingRunner(FakeRunner):
     def attach(self, slot: int, task: BlockTask, pages: tuple[int, ...]) -> None:
         self.attached.append(task)
         super().attach(slot, task, pages)
+        self.slots[slot] = task
+
+    def detach(self, slot: int) -> None:
+        super().detach(slot)
+        del self.slots[slot]
 
     def launch(self, spans: tuple[Span, ...]) -> Ticket:
         self.calls.append(f"launch {len(self.launches)}")

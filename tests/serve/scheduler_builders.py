@@ -11,7 +11,7 @@ from dbench.events import Event
 from dbench.serve.fleet import Fleet
 from dbench.serve.policy import PREFILL_ROUTES, RouteState
 from dbench.serve.scheduler import Scheduler, SchedulerRules
-from dbench.serve.sequence import BlockEnd, BlockKey, BlockOutcome, BlockStep, BlockTask, BlockTimes
+from dbench.serve.sequence import BlockEnd, BlockKey, BlockOutcome, BlockStep, BlockTask, BlockTimes, Fault
 from dbench.serve.tracking import TrackedRequest
 from dbench.serve.validation import RequestLimits
 from dbench.serve.wire import Submission
@@ -21,6 +21,7 @@ E = TypeVar("E", bound=Event)
 
 BLOCK = 4
 MASK_ID = 90
+TIMEOUT_S = 30.0
 LIMITS = RequestLimits(
     block_length=BLOCK, max_gen_len=None, max_model_len=64, vocabulary_size=100, kv_max_pages=32, kv_page_size=4
 )
@@ -29,7 +30,9 @@ LIMITS = RequestLimits(
 def rules(
     limits: RequestLimits = LIMITS, *, retries: int = 2, queued: int = 100, retention_number: int = 100
 ) -> SchedulerRules:
-    return SchedulerRules(limits, MASK_ID, retries, queued, retention_s=60.0, retention_number=retention_number)
+    return SchedulerRules(
+        limits, MASK_ID, retries, queued, TIMEOUT_S, retention_s=60.0, retention_number=retention_number
+    )
 
 
 class Rig:
@@ -75,6 +78,20 @@ class Rig:
         self.scheduler.worker_gone(worker_id, reason, self.now_s)
         self.take()
 
+    def restart(self, worker_id: int) -> None:
+        """An awaited worker's new process starts."""
+        self.scheduler.worker_starts(worker_id)
+
+    def give_up(self, worker_id: int, reason: str = "could not be started again") -> None:
+        self.scheduler.give_up(worker_id, reason, self.now_s)
+        self.take()
+
+    def look(self, passed_s: float) -> None:
+        """Let time pass, and lose the workers that hang."""
+        self.now_s += passed_s
+        for worker_id, reason in self.scheduler.find_hanging_workers(self.now_s):
+            self.lose(worker_id, reason)
+
     def progress(
         self,
         worker_id: int,
@@ -82,9 +99,11 @@ class Rig:
         refreshed: tuple[BlockKey, ...] = (),
         lines: tuple[str, ...] = (),
         worker_now_s: float | None = None,
+        iteration_age_s: float | None = None,
     ) -> None:
         worker_now_s = self.now_s if worker_now_s is None else worker_now_s
-        self.scheduler.progress(worker_id, EngineProgress(worker_now_s, 1, refreshed, ended, lines), self.now_s)
+        message = EngineProgress(worker_now_s, 1, refreshed, ended, lines, iteration_age_s)
+        self.scheduler.progress(worker_id, message, self.now_s)
         self.take()
 
     def tasks(self) -> Iterator[tuple[int, BlockTask]]:
@@ -110,8 +129,8 @@ def done(task: BlockTask, token_ids: tuple[int, ...], *, found_eos: bool = False
     return BlockEnd(task.key, BlockOutcome.DONE, token_ids, found_eos, "", times, steps)
 
 
-def failed(task: BlockTask, error: str = "non-finite logits in step 2") -> BlockEnd:
-    return BlockEnd.without_steps(task.key, BlockOutcome.FAILED, error)
+def failed(task: BlockTask, error: str = "batch failed", fault: Fault = Fault.BATCH) -> BlockEnd:
+    return BlockEnd.without_steps(task.key, BlockOutcome.FAILED, error, fault)
 
 
 def cancelled(task: BlockTask) -> BlockEnd:

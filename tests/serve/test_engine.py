@@ -296,7 +296,7 @@ def test_a_running_block_is_dropped_once_its_steps_are_collected(overlap: bool) 
     assert (end.outcome, end.token_ids) == (CANCELLED, ())
     assert end.times is not None
     assert len(end.steps) == len(rig.runner.launches) == 2
-    assert rig.runner.attached_slots == frozenset()
+    assert rig.runner.slots == {}
 
 
 def test_cancelling_an_unknown_block_does_nothing() -> None:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from dbench.serve.fake_runner import FakeScript, one_to_four
 from dbench.serve.policy import QUEUE_ORDERS
-from dbench.serve.sequence import BlockEnd, BlockKey, BlockOutcome, BlockTask
+from dbench.serve.sequence import BlockEnd, BlockKey, BlockOutcome, BlockTask, Fault
 from tests.serve.engine_builders import EOS, RANDOM, Rig, make_rig, make_task, quota
 
 NUM_PAGES = 24
@@ -56,6 +56,7 @@ def workloads(draw: st.DrawFn) -> Workload:
                 ignore_eos=draw(st.booleans()),
                 arrival_s=float(draw(st.integers(0, 12))),
                 num_remaining_blocks=masks // 4,
+                alone=draw(st.integers(0, 4)) == 0,
             )
         )
     return Workload(
@@ -118,7 +119,7 @@ def run(work: Workload, *, overlap: bool, trouble: Troubles = NO_TROUBLES) -> Ri
             assert task is min(waiting.values(), key=order), f"{task.key} overtook the head of the line"
             del waiting[task.key]
         rig.pages.check()
-        assert len(rig.runner.attached_slots) <= work.max_batch_size
+        assert len(rig.runner.slots) <= work.max_batch_size
         if not goes_on:
             if not to_come:
                 return rig
@@ -174,9 +175,9 @@ def test_cancels_and_failures_at_any_moment_lose_neither_blocks_nor_pages(
     rig = run(work, overlap=overlap, trouble=trouble)
     assert rig.ends.keys() == submitted(work)
     assert rig.pages.num_free == NUM_PAGES
-    assert rig.runner.attached_slots == frozenset()
+    assert rig.runner.slots == {}
     for end in rig.ends.values():
-        assert (end.error != "") == (end.outcome is BlockOutcome.FAILED)
+        assert (end.error != "") == (end.fault is not Fault.NONE) == (end.outcome is BlockOutcome.FAILED)
         assert (end.token_ids != ()) == (end.outcome is BlockOutcome.DONE)
     last = rig.states[-1]
     assert (last.state, last.pages_used, last.outstanding_prefill_tokens, last.decode_length_sum) == ("idle", 0, 0, 0)

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from dbench.errors import QueueFullError, RequestError, ServerUnavailable
+from dbench.errors import QueueFullError, RequestError
 from dbench.events import (
     BatchExecuted,
     BlockFinished,
@@ -19,7 +19,7 @@ from dbench.events import (
     WorkerUp,
     event_to_json,
 )
-from dbench.serve.sequence import BlockKey, Status, derive_request_seed
+from dbench.serve.sequence import BlockKey, Fault, Status, derive_request_seed
 from dbench.serve.wire import NOT_FOUND, FinishedBlock
 from dbench.serve.wire_link import CancelBlock, Drain
 from tests.serve.scheduler_builders import BLOCK, LIMITS, MASK_ID, Rig, cancelled, done, failed, rules
@@ -107,7 +107,7 @@ def test_with_ignore_eos_an_end_of_text_ends_nothing() -> None:
     assert rig.last_task()[1].key.block_index == 1
 
 
-def test_a_failed_block_is_restarted_on_another_worker_from_the_last_finished_block() -> None:
+def test_a_block_whose_batch_failed_is_restarted_alone_on_another_worker_from_the_last_finished_block() -> None:
     rig = Rig(policy="least_outstanding_prefill_tokens")
     rig.submit((1,), 8)
     rig.finish_block()
@@ -115,56 +115,55 @@ def test_a_failed_block_is_restarted_on_another_worker_from_the_last_finished_bl
     rig.progress(worker_id, failed(task))
     other_id, again = rig.last_task()
     assert other_id != worker_id
-    assert again == replace(task, key=BlockKey("r0", 1, 1))
+    assert again == replace(task, key=BlockKey("r0", 1, 1), alone=True)
 
 
-def test_a_block_that_fails_too_often_ends_its_request_with_the_reason() -> None:
+def test_a_block_that_is_itself_at_fault_ends_its_request_at_once() -> None:
     rig = Rig(given=rules(retries=2))
     tracked = rig.submit()
-    for _ in range(3):
-        worker_id, task = rig.last_task()
-        rig.progress(worker_id, failed(task, "non-finite logits in step 2"))
+    worker_id, task = rig.last_task()
+    rig.progress(worker_id, failed(task, "block 0, step 2: non-finite logits", Fault.OWN))
     assert tracked.status is Status.ERROR
-    assert tracked.error == f"block 0 failed 3 times, last on worker {worker_id}: non-finite logits in step 2"
-    assert [task.key.attempt for _, task in rig.tasks()] == [0, 1, 2]
+    assert tracked.error == "block 0, step 2: non-finite logits"
+    assert len(list(rig.tasks())) == 1
 
 
-def test_retries_count_per_block() -> None:
+def test_only_failures_alone_count_and_too_many_end_the_request_with_the_reason() -> None:
+    rig = Rig(given=rules(retries=2))
+    tracked = rig.submit()
+    for _ in range(4):
+        worker_id, task = rig.last_task()
+        rig.progress(worker_id, failed(task, "block 0, step 2: batch failed: RuntimeError"))
+    assert tracked.status is Status.ERROR
+    assert tracked.error == (
+        f"block 0 failed 3 times, last on worker {worker_id}: block 0, step 2: batch failed: RuntimeError"
+    )
+    assert [(task.key.attempt, task.alone) for _, task in rig.tasks()] == [(0, False), (1, True), (2, True), (3, True)]
+
+
+def test_the_block_after_one_that_ran_alone_has_company_again() -> None:
     rig = Rig(given=rules(retries=1))
     tracked = rig.submit((1,), 8)
     for _ in range(2):
         worker_id, task = rig.last_task()
         rig.progress(worker_id, failed(task))
         rig.finish_block()
+    assert [(task.key.block_index, task.alone) for _, task in rig.tasks()] == [
+        (0, False),
+        (0, True),
+        (1, False),
+        (1, True),
+    ]
     assert tracked.status is Status.COMPLETED
 
 
-def test_without_retries_the_first_failure_ends_the_request() -> None:
+def test_without_retries_a_failure_in_company_is_still_tried_alone() -> None:
     rig = Rig(given=rules(retries=0))
     tracked = rig.submit()
-    worker_id, task = rig.last_task()
-    rig.progress(worker_id, failed(task, "boom"))
-    assert tracked.error == "block 0 failed once, last on worker 0: boom"
-
-
-def test_blocks_of_a_lost_worker_are_restarted_elsewhere() -> None:
-    rig = Rig()
-    first, second = rig.submit(), rig.submit()
-    assert [first.worker_id, second.worker_id] == [0, 1]
-    rig.lose(0)
-    assert [first.worker_id, second.worker_id] == [1, 1]
-    assert (first.attempt, second.attempt) == (1, 0)
-    assert [event.worker_id for event in rig.of(WorkerLost)] == [0]
-
-
-def test_when_no_worker_is_left_every_request_ends_with_the_reason() -> None:
-    rig = Rig(num_workers=1)
-    tracked = rig.submit()
-    rig.lose(0, "its process ended (killed by signal 9)")
-    assert tracked.status is Status.ERROR
-    assert "no worker is left; worker 0 was lost: its process ended (killed by signal 9)" in tracked.error
-    with pytest.raises(ServerUnavailable, match="no worker is left"):
-        rig.submit()
+    for _ in range(2):
+        worker_id, task = rig.last_task()
+        rig.progress(worker_id, failed(task, "boom"))
+    assert tracked.error == f"block 0 failed once, last on worker {worker_id}: boom"
 
 
 def test_requests_wait_while_a_worker_may_still_come() -> None:
@@ -310,13 +309,6 @@ def test_cancel_all_gives_everybody_the_reason() -> None:
     rig.scheduler.cancel_all("the server was stopped", rig.now_s)
     assert [running.status, other.status] == [Status.CANCELLED] * 2
     assert running.error == other.error == "the server was stopped"
-
-
-def test_a_lost_worker_is_lost_once() -> None:
-    rig = Rig()
-    rig.lose(0)
-    rig.lose(0)
-    assert len(rig.of(WorkerLost)) == 1
 
 
 def test_events_tell_the_story_of_a_request_on_the_schedulers_clock() -> None:

@@ -11,7 +11,7 @@ from dbench.errors import QueueFullError, ServerUnavailable
 from dbench.events import BlockFinished, BlockRouted, RequestArrived, RequestFinished, SchedulerDepth
 from dbench.serve.fleet import WorkerPhase
 from dbench.serve.policy import PREFILL_ROUTES
-from dbench.serve.sequence import BlockTask
+from dbench.serve.sequence import BlockTask, Fault
 from dbench.serve.wire_link import RunBlock
 from tests.serve.scheduler_builders import BLOCK, Rig, cancelled, done, failed, rules
 
@@ -20,9 +20,11 @@ STEPS = st.one_of(
     st.tuples(st.just("submit"), st.integers(1, 20), st.integers(1, 4)),
     st.tuples(st.just("cancel"), st.integers(0, 30), st.just(0)),
     st.tuples(st.just("ready"), st.integers(0, NUM_WORKERS - 1), st.just(0)),
-    st.tuples(st.just("lose"), st.integers(0, NUM_WORKERS - 1), st.just(0)),
+    st.tuples(st.sampled_from(["lose", "restart", "give up"]), st.integers(0, NUM_WORKERS - 1), st.just(0)),
     st.tuples(
-        st.sampled_from(["done", "eos", "failed", "dropped", "refreshed"]), st.integers(0, 50), st.integers(0, 2)
+        st.sampled_from(["done", "eos", "own fault", "batch failed", "dropped", "refreshed"]),
+        st.integers(0, 50),
+        st.integers(0, 2),
     ),
 )
 
@@ -42,7 +44,11 @@ def play(rig: Rig, what: str, a: int, b: int, sent: list[tuple[int, BlockTask]])
             rig.ready(a)
         case "lose":
             rig.lose(a)
-        case "done" | "eos" | "failed" | "dropped" | "refreshed" if sent:
+        case "restart" if phase[a] is WorkerPhase.AWAITED:
+            rig.restart(a)
+        case "give up" if phase[a] is WorkerPhase.AWAITED:
+            rig.give_up(a)
+        case "done" | "eos" | "own fault" | "batch failed" | "dropped" | "refreshed" if sent:
             worker_id, task = sent[a % len(sent)]
             worker_id = (worker_id + b) % NUM_WORKERS
             if phase[worker_id] is not WorkerPhase.READY:
@@ -53,7 +59,8 @@ def play(rig: Rig, what: str, a: int, b: int, sent: list[tuple[int, BlockTask]])
             ends = {
                 "done": done(task, tuple(range(BLOCK))),
                 "eos": done(task, (5, 99), found_eos=True),
-                "failed": failed(task),
+                "own fault": failed(task, fault=Fault.OWN),
+                "batch failed": failed(task),
                 "dropped": cancelled(task),
             }
             rig.progress(worker_id, ends[what])
@@ -74,11 +81,12 @@ def check(rig: Rig) -> None:
 
 
 @settings(max_examples=150, deadline=None)
-@given(st.lists(STEPS, max_size=60), st.sampled_from(sorted(PREFILL_ROUTES)), st.integers(0, 2))
+@given(st.lists(STEPS, max_size=60), st.sampled_from(sorted(PREFILL_ROUTES)), st.integers(0, 2), st.booleans())
 def test_every_request_ends_exactly_once_and_loads_return_to_zero(
-    steps: list[tuple[str, int, int]], policy: str, retries: int
+    steps: list[tuple[str, int, int]], policy: str, retries: int, awaits_lost: bool
 ) -> None:
     rig = Rig(NUM_WORKERS, rules(retries=retries, queued=12), policy, ready=False)
+    rig.fleet.awaits_lost = awaits_lost
     for what, a, b in steps:
         rig.now_s += 1.0
         play(rig, what, a, b, list(rig.tasks()))
@@ -95,9 +103,10 @@ def test_every_request_ends_exactly_once_and_loads_return_to_zero(
 
 
 @settings(max_examples=80, deadline=None)
-@given(st.lists(STEPS, max_size=60))
-def test_every_routed_attempt_is_new_and_ends_once(steps: list[tuple[str, int, int]]) -> None:
+@given(st.lists(STEPS, max_size=60), st.booleans())
+def test_every_routed_attempt_is_new_and_ends_once(steps: list[tuple[str, int, int]], awaits_lost: bool) -> None:
     rig = Rig(NUM_WORKERS, rules(queued=12), ready=False)
+    rig.fleet.awaits_lost = awaits_lost
     for what, a, b in steps:
         play(rig, what, a, b, list(rig.tasks()))
     drain(rig)
@@ -105,7 +114,8 @@ def test_every_routed_attempt_is_new_and_ends_once(steps: list[tuple[str, int, i
     ended = [(e.request_id, e.block_index, e.attempt) for e in rig.of(BlockFinished)]
     assert len(set(routed)) == len(routed)
     assert sorted(routed) == sorted(ended)
-    assert all(task.key.attempt <= 2 for _, task in rig.tasks())
+    for _, task in rig.tasks():
+        assert task.key.attempt <= (3 if task.alone else 2)
 
 
 def drain(rig: Rig) -> None:
@@ -113,6 +123,8 @@ def drain(rig: Rig) -> None:
     for worker_id, worker in rig.fleet.workers.items():
         if worker.phase is WorkerPhase.STARTING:
             rig.lose(worker_id)
+        if worker.phase is WorkerPhase.AWAITED:
+            rig.give_up(worker_id)
     while held := [(w.worker_id, key) for w in rig.fleet.workers.values() for key in w.assignments]:
         tasks = {c.task.key: c.task for _, c in rig.commands if isinstance(c, RunBlock)}
         for worker_id, key in held:

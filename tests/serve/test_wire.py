@@ -16,6 +16,7 @@ from dbench.serve.sequence import (
     BlockStep,
     BlockTask,
     BlockTimes,
+    Fault,
     SamplingParameters,
 )
 
@@ -68,6 +69,7 @@ TASKS = st.builds(
     ignore_eos=st.booleans(),
     arrival_s=FLOATS,
     num_remaining_blocks=INT32,
+    alone=st.booleans(),
 )
 ENDS = st.builds(
     BlockEnd,
@@ -78,6 +80,7 @@ ENDS = st.builds(
     error=TEXT,
     times=st.none() | st.builds(BlockTimes, FLOATS, FLOATS, FLOATS, FLOATS, FLOATS),
     steps=st.lists(st.builds(BlockStep, end_s=FLOATS, num_unmasked=INT32), max_size=3).map(tuple),
+    fault=st.sampled_from(Fault),
 )
 WORKER_MESSAGES = (
     st.builds(wire_link.Hello, worker_key=TEXT, worker_id=INT32, device=TEXT, pid=INT32)
@@ -89,6 +92,7 @@ WORKER_MESSAGES = (
         refreshed=st.lists(KEYS, max_size=2).map(tuple),
         ended=st.lists(ENDS, max_size=2).map(tuple),
         event_lines=st.lists(TEXT, max_size=2).map(tuple),
+        iteration_age_s=st.none() | FLOATS,
     )
     | st.builds(wire_link.Fatal, TEXT)
 )

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
+from contextlib import aclosing
 
 import grpc
 import pytest
 
 from dbench.errors import ServerUnavailable
+from dbench.events import BlockFinished, BlockRouted
 from dbench.serve.fake_runner import FakeScript
 from dbench.serve.wire import Submission
 from dbench.serve.wire_link import EngineProgress, Hello, WorkerMessage, worker_message_to_message
 from dbench.serve.worker_stream import StreamEnded, WorkerStream
-from tests.serve.server_builders import DEADLINE_S, WORKER_KEY, Gate, ServerInThisProcess, final_state, run
+from tests.serve.server_builders import DEADLINE_S, WORKER_KEY, Gate, ServerInThisProcess, eventually, final_state, run
 
 PROMPT = (1, 2, 3)
 
@@ -55,15 +58,88 @@ def test_without_a_worker_requests_end_as_error() -> None:
     run(scenario())
 
 
-def test_a_block_with_bad_logits_is_tried_elsewhere_and_then_ends_its_request() -> None:
+def test_a_block_with_bad_logits_ends_its_request_at_once() -> None:
     async def scenario() -> None:
-        async with ServerInThisProcess(max_block_retries=1) as server, server.client() as client:
+        async with ServerInThisProcess() as server, server.client() as client:
             request_id = await client.submit(Submission(PROMPT, 8))
             await server.open(FakeScript(non_finite=frozenset({(request_id, 1, 2)})))
             state = await final_state(client, request_id)
-            assert state.status == "ERROR"
-            assert state.error_message.startswith("block 1 failed 2 times")
-            assert "non-finite" in state.error_message
+            assert (state.status, state.error_message) == ("ERROR", "block 1, step 2: non-finite logits (scripted)")
+            async with aclosing(client.export_events()) as events:
+                attempts = [event.attempt async for event in events if isinstance(event, BlockRouted)]
+            assert attempts == [0, 0]
+
+    run(scenario())
+
+
+def test_a_poisonous_request_ends_alone_and_its_neighbours_complete() -> None:
+    async def scenario() -> None:
+        async with ServerInThisProcess(max_block_retries=0) as server, server.client() as client:
+            ids = [await client.submit(Submission((1 + i, 2, 3), 8)) for i in range(8)]
+            await server.open(FakeScript(poisonous=frozenset({ids[3]})))
+            states = [await final_state(client, request_id) for request_id in ids]
+            assert [state.status for state in states] == ["COMPLETED"] * 3 + ["ERROR"] + ["COMPLETED"] * 4
+            assert states[3].error_message.startswith("block 0 failed once, last on worker")
+
+    run(scenario())
+
+
+def test_a_block_that_comes_while_a_batch_runs_was_received_then() -> None:
+    async def scenario() -> None:
+        gate = Gate()
+        async with ServerInThisProcess(gpus="cpu") as server, server.client() as client:
+            await server.open(gate.script)
+            await client.submit(Submission(PROMPT, 4))
+            await asyncio.to_thread(gate.reached.wait, DEADLINE_S)
+            late_id = await client.submit(Submission(PROMPT, 4))
+
+            async def has_come() -> bool:
+                return server.workers[0].stream._inbox.qsize() == 1
+
+            await eventually(has_come)
+            seen_s = time.monotonic()
+            await asyncio.sleep(0.05)
+            waited_s = time.monotonic() - seen_s
+            gate.open()
+            await final_state(client, late_id)
+            async with aclosing(client.export_events()) as events:
+                ends = [event async for event in events if isinstance(event, BlockFinished)]
+            (late,) = [end for end in ends if end.request_id == late_id]
+            assert late.received_s is not None
+            assert late.refresh_start_s is not None
+            assert late.refresh_start_s - late.received_s >= waited_s
+
+    run(scenario())
+
+
+def test_a_worker_that_hangs_is_lost_and_what_it_says_late_harms_nothing() -> None:
+    async def scenario() -> None:
+        gate = Gate()
+        async with (
+            ServerInThisProcess(worker_timeout_s=2.0, prefill_scheduler_policy="round_robin") as server,
+            server.client() as client,
+        ):
+            hanging = server.add_worker(0, gate.script)
+            await server.hub.until(lambda: server.hub.worker_statuses()[0].ready)
+            request_id = await client.submit(Submission(PROMPT, 4))
+            await asyncio.to_thread(gate.reached.wait, DEADLINE_S)
+            server.add_worker(1)
+
+            async def is_lost() -> bool:
+                server.hub.lose_hanging_workers()
+                return server.hub.worker_statuses()[0].state == "lost"
+
+            await eventually(is_lost)
+            assert "its iteration 1 has run for" in server.hub.recent_errors[-1]
+            state = await final_state(client, request_id)
+            assert state.status == "COMPLETED"
+            gate.open()
+            await asyncio.to_thread(hanging.thread.join, DEADLINE_S)
+            assert isinstance(hanging.error, ServerUnavailable)
+            assert await client.poll(request_id) == state
+            async with aclosing(client.export_events()) as events:
+                ends = [(e.worker_id, e.outcome) async for e in events if isinstance(e, BlockFinished)]
+            assert ends == [(0, "failed"), (1, "done")]
 
     run(scenario())
 
@@ -115,7 +191,7 @@ def test_workers_end_when_they_are_drained() -> None:
         async with ServerInThisProcess() as server:
             await server.open()
             server.hub.drain_workers()
-            await server.hub.until(server.hub.all_workers_ended)
+            await server.hub.until(lambda: all(w.state == "ended" for w in server.hub.worker_statuses()))
             for worker in server.workers:
                 await asyncio.to_thread(worker.thread.join, DEADLINE_S)
                 assert worker.error is None

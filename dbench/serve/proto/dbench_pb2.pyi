@@ -211,7 +211,7 @@ class BlockKey(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., block_index: _Optional[int] = ..., attempt: _Optional[int] = ...) -> None: ...
 
 class BlockTask(_message.Message):
-    __slots__ = ("key", "token_ids", "num_masks", "block_length", "sampling", "request_seed", "ignore_eos", "arrival_s", "num_remaining_blocks")
+    __slots__ = ("key", "token_ids", "num_masks", "block_length", "sampling", "request_seed", "ignore_eos", "arrival_s", "num_remaining_blocks", "alone")
     KEY_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     NUM_MASKS_FIELD_NUMBER: _ClassVar[int]
@@ -221,6 +221,7 @@ class BlockTask(_message.Message):
     IGNORE_EOS_FIELD_NUMBER: _ClassVar[int]
     ARRIVAL_S_FIELD_NUMBER: _ClassVar[int]
     NUM_REMAINING_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    ALONE_FIELD_NUMBER: _ClassVar[int]
     key: BlockKey
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     num_masks: int
@@ -230,7 +231,8 @@ class BlockTask(_message.Message):
     ignore_eos: bool
     arrival_s: float
     num_remaining_blocks: int
-    def __init__(self, key: _Optional[_Union[BlockKey, _Mapping]] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_masks: _Optional[int] = ..., block_length: _Optional[int] = ..., sampling: _Optional[_Union[SamplingParameters, _Mapping]] = ..., request_seed: _Optional[int] = ..., ignore_eos: _Optional[bool] = ..., arrival_s: _Optional[float] = ..., num_remaining_blocks: _Optional[int] = ...) -> None: ...
+    alone: bool
+    def __init__(self, key: _Optional[_Union[BlockKey, _Mapping]] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_masks: _Optional[int] = ..., block_length: _Optional[int] = ..., sampling: _Optional[_Union[SamplingParameters, _Mapping]] = ..., request_seed: _Optional[int] = ..., ignore_eos: _Optional[bool] = ..., arrival_s: _Optional[float] = ..., num_remaining_blocks: _Optional[int] = ..., alone: _Optional[bool] = ...) -> None: ...
 
 class SchedulerCommand(_message.Message):
     __slots__ = ("welcome", "run", "cancel", "drain")
@@ -289,21 +291,23 @@ class Ready(_message.Message):
     def __init__(self, pages_total: _Optional[int] = ..., kv_page_size: _Optional[int] = ..., max_model_len: _Optional[int] = ...) -> None: ...
 
 class Progress(_message.Message):
-    __slots__ = ("now_s", "iteration", "refreshed", "ended", "event_json")
+    __slots__ = ("now_s", "iteration", "refreshed", "ended", "event_json", "iteration_age_s")
     NOW_S_FIELD_NUMBER: _ClassVar[int]
     ITERATION_FIELD_NUMBER: _ClassVar[int]
     REFRESHED_FIELD_NUMBER: _ClassVar[int]
     ENDED_FIELD_NUMBER: _ClassVar[int]
     EVENT_JSON_FIELD_NUMBER: _ClassVar[int]
+    ITERATION_AGE_S_FIELD_NUMBER: _ClassVar[int]
     now_s: float
     iteration: int
     refreshed: _containers.RepeatedCompositeFieldContainer[BlockKey]
     ended: _containers.RepeatedCompositeFieldContainer[BlockEnd]
     event_json: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, now_s: _Optional[float] = ..., iteration: _Optional[int] = ..., refreshed: _Optional[_Iterable[_Union[BlockKey, _Mapping]]] = ..., ended: _Optional[_Iterable[_Union[BlockEnd, _Mapping]]] = ..., event_json: _Optional[_Iterable[str]] = ...) -> None: ...
+    iteration_age_s: float
+    def __init__(self, now_s: _Optional[float] = ..., iteration: _Optional[int] = ..., refreshed: _Optional[_Iterable[_Union[BlockKey, _Mapping]]] = ..., ended: _Optional[_Iterable[_Union[BlockEnd, _Mapping]]] = ..., event_json: _Optional[_Iterable[str]] = ..., iteration_age_s: _Optional[float] = ...) -> None: ...
 
 class BlockEnd(_message.Message):
-    __slots__ = ("key", "outcome", "token_ids", "found_eos", "error", "times", "steps")
+    __slots__ = ("key", "outcome", "token_ids", "found_eos", "error", "times", "steps", "fault")
     KEY_FIELD_NUMBER: _ClassVar[int]
     OUTCOME_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -311,6 +315,7 @@ class BlockEnd(_message.Message):
     ERROR_FIELD_NUMBER: _ClassVar[int]
     TIMES_FIELD_NUMBER: _ClassVar[int]
     STEPS_FIELD_NUMBER: _ClassVar[int]
+    FAULT_FIELD_NUMBER: _ClassVar[int]
     key: BlockKey
     outcome: str
     token_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -318,7 +323,8 @@ class BlockEnd(_message.Message):
     error: str
     times: BlockTimes
     steps: _containers.RepeatedCompositeFieldContainer[BlockStep]
-    def __init__(self, key: _Optional[_Union[BlockKey, _Mapping]] = ..., outcome: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., found_eos: _Optional[bool] = ..., error: _Optional[str] = ..., times: _Optional[_Union[BlockTimes, _Mapping]] = ..., steps: _Optional[_Iterable[_Union[BlockStep, _Mapping]]] = ...) -> None: ...
+    fault: str
+    def __init__(self, key: _Optional[_Union[BlockKey, _Mapping]] = ..., outcome: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., found_eos: _Optional[bool] = ..., error: _Optional[str] = ..., times: _Optional[_Union[BlockTimes, _Mapping]] = ..., steps: _Optional[_Iterable[_Union[BlockStep, _Mapping]]] = ..., fault: _Optional[str] = ...) -> None: ...
 
 class BlockTimes(_message.Message):
     __slots__ = ("received_s", "refresh_start_s", "refresh_end_s", "decode_start_s", "end_s")
