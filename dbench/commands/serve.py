@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
 import sys
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,15 +15,18 @@ from dbench.commands.summary import print_summary
 from dbench.config import AUTO_PREFIX, Resolved
 from dbench.console import View
 from dbench.environment import describe_environment
-from dbench.errors import OptionError
+from dbench.errors import OptionError, RunError
 from dbench.options import EngineOptions, ServiceOptions
 from dbench.report import write_report
 from dbench.resolve import resolve_serve
 from dbench.result_files import write_json, write_text
+from dbench.serve import child
 from dbench.serve.server import serve
 
 REPORTS = "reports"
 NAME = "serve"
+TABLES_NICENESS = 19
+"""Tables can wait; the requests that the server runs meanwhile cannot."""
 
 
 def serve_command(invocation: Invocation) -> int:
@@ -35,6 +41,7 @@ def serve_command(invocation: Invocation) -> int:
     write_json(folder / "environment.json", describe_environment())
     for line in resolved.lines():
         view.print(f"{line.name} = {line.value_text} ({line.origin})")
+    tables = TableProcess(folder)
     with view:
         code = serve(
             resolved.section(EngineOptions),
@@ -42,10 +49,48 @@ def serve_command(invocation: Invocation) -> int:
             config_json=resolved.to_json(),
             on_progress=view.update,
             on_ready=lambda address: _announce(view, address),
+            on_export=tables.write,
         )
-    if service.export_partial_metrics:
+    if service.export_partial_metrics and not tables.num_written:
         print_summary(write_report(folder), folder, as_json=False)
     return code
+
+
+class TableProcess:
+    """Makes the tables and plots of a server's folder in a process of its own: pandas would stop the event loop."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self.num_written = 0
+        """Times that they were made."""
+
+    async def write(self) -> None:
+        """As `dbench report`. Raises RunError; cancelling it ends the process."""
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *child.command("dbench"),
+                "report",
+                str(self._folder),
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=asyncio.subprocess.DEVNULL,
+                stderr=asyncio.subprocess.PIPE,
+                start_new_session=True,  # Ctrl-C is for the server
+                env={**os.environ, "OMP_NUM_THREADS": "1"},
+            )
+        except OSError as error:
+            raise RunError(f"{self._folder}: the tables cannot be written: {error}") from error
+        try:
+            with suppress(ProcessLookupError):  # it has ended already
+                os.setpriority(os.PRIO_PROCESS, process.pid, TABLES_NICENESS)
+            _, said = await process.communicate()
+        finally:
+            if process.returncode is None:
+                process.kill()
+                await process.wait()
+        if process.returncode:
+            last_line = said.decode(errors="replace").strip().rpartition("\n")[2]
+            raise RunError(f"{self._folder}: the tables could not be written: {last_line}")
+        self.num_written += 1
 
 
 def _with_argument(invocation: Invocation) -> Invocation:
