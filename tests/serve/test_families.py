@@ -11,7 +11,9 @@ import pytest
 from dbench.errors import ModelError
 from dbench.models import size_names
 from dbench.options import EngineOptions, options_of
+from dbench.serve.deployment import deployment_of
 from dbench.serve.families import FAMILIES, find_model, find_tokenizer, is_built_in, is_named_size, read_model_config
+from tests.serve.server_builders import options
 
 LLADA_8B = {
     "architectures": ["LLaDAModelLM"],
@@ -245,3 +247,9 @@ def test_a_named_size_knows_its_ids_and_has_no_tokenizer(name: str) -> None:
 def test_the_option_lists_the_named_sizes() -> None:
     (option,) = [option for option in options_of(EngineOptions) if option.name == "load_format"]
     assert all(name in option.spec.help for name in size_names())
+
+
+@pytest.mark.parametrize(("name", "shift"), [("llada-tiny", 0), ("dream-tiny", 1)])
+def test_a_deployment_tells_its_engines_the_shift_of_the_family(name: str, shift: int) -> None:
+    engine, _, _ = options(model=name, load_format="random")
+    assert deployment_of(engine).engine_limits().logit_shift == shift
