@@ -6,6 +6,7 @@ What a command does is in `commands/`, imported when it is called, so that --hel
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 import signal
@@ -21,7 +22,7 @@ import typer
 from dbench import __version__
 from dbench.cli_options import Argument, Command, Invocation, PanelCommand, typer_function
 from dbench.config import commands_with, unknown_variables
-from dbench.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_USAGE, DbenchError, RunError
+from dbench.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_USAGE, DbenchError
 from dbench.values import nearest
 
 logger = logging.getLogger(__name__)
@@ -29,6 +30,9 @@ logger = logging.getLogger(__name__)
 PROGRAM = "dbench"
 EXIT_BROKEN_PIPE = 141
 """What a shell reports for a program that wrote into a closed pipe."""
+
+CANNOT_WRITE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
+"""What a system answers that has no room, or no disk, for what it was given."""
 
 TYPER_USAGE_ERROR: Any = typer.BadParameter.__base__
 """The root of everything that Typer says about a wrong command line; its own name is not public."""
@@ -129,7 +133,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     before = signal.signal(signal.SIGTERM, _interrupt)
     try:
         code = _call(sys.argv[1:] if arguments is None else list(arguments))
-        _flush_stdout()
+        sys.stdout.flush()
     except DbenchError as error:
         return _fail(str(error), error.exit_code)
     except TYPER_USAGE_ERROR as error:
@@ -140,7 +144,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _silence_stdout()
         return EXIT_BROKEN_PIPE
     except Exception as error:  # the process's edge: a bug still ends readably
-        return _fail(_bug_line(error), EXIT_FAILED)
+        return _fail(_system_line(error) or _bug_line(error), EXIT_FAILED)
     finally:
         signal.signal(signal.SIGTERM, before)
     return code
@@ -228,15 +232,13 @@ def _bug_line(error: Exception) -> str:
     return f"internal error: {type(error).__name__}: {' '.join(str(error).split())} (a bug in {PROGRAM}; {where})"
 
 
-def _flush_stdout() -> None:
-    """Raises BrokenPipeError, or RunError when standard output does not take the results."""
-    try:
-        sys.stdout.flush()
-    except BrokenPipeError:
-        raise
-    except OSError as error:
+def _system_line(error: Exception) -> str:
+    """What to say of a full or broken disk where nobody has named the file: then it was standard output."""
+    if not isinstance(error, OSError) or error.errno not in CANNOT_WRITE:
+        return ""
+    if error.filename is None:
         _silence_stdout()
-        raise RunError(f"standard output: the results cannot be written ({error.strerror})") from None
+    return f"{error.filename or 'standard output'}: cannot be written ({error.strerror})"
 
 
 def _silence_stdout() -> None:

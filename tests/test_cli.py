@@ -293,6 +293,17 @@ def test_closed_pipe_is_quiet() -> None:
     assert done.stderr == ""
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
+@pytest.mark.parametrize("arguments", [["trace", "show"], ["--help"]])
+def test_full_disk_under_the_results_is_one_line(arguments: list[str]) -> None:
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "dbench", *arguments], stdout=full, stderr=subprocess.PIPE, text=True
+        )
+    assert done.returncode == 1
+    assert done.stderr == "dbench: error: standard output: cannot be written (No space left on device)\n"
+
+
 def test_trace_show_prints_the_statistics_of_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "two.csv"
     path.write_text("prompt_len,gen_len\n100,10\n300,30\n")

@@ -87,6 +87,8 @@ def _ending(summary: RunSummary) -> str:
 
 
 def _requests(summary: RunSummary) -> str:
+    if summary.num_requests == 0:
+        return "none was sent"
     text = f"{summary.num_successful} of {summary.num_requests} completed, {summary.num_failed} failed"
     if summary.num_unfinished:
         text += f", {summary.num_unfinished} without an end"

@@ -27,6 +27,11 @@ def test_run_without_figures_says_how_it_ended_and_where_its_files_are() -> None
     assert not any("None" in line or "nan" in line for line in lines)
 
 
+def test_run_that_ended_before_its_clock_started_sent_nothing() -> None:
+    summary = summarize(run_of(drawn(), ended(reason="interrupted")))
+    assert "requests    none was sent" in summary_lines(summary, FOLDER)
+
+
 def test_json_holds_every_figure(capsys: pytest.CaptureFixture[str]) -> None:
     print_summary(summary_of_nothing(), FOLDER, as_json=True)
     record = json.loads(capsys.readouterr().out)
