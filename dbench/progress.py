@@ -17,7 +17,7 @@ class WorkerProgress:
     worker_id: int
     device: str
     state: str
-    """starting, idle, queued, busy, draining or lost."""
+    """starting, idle, queued, busy, draining, ended or lost."""
     queue_depth_waiting: int
     queue_depth_active: int
     pages_used: int

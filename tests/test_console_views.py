@@ -13,7 +13,9 @@ from rich.cells import cell_len
 from dbench.console.look import ASCII, UNICODE
 from dbench.console.plain import state_line
 from dbench.console.rates import UNKNOWN, RateTable
+from dbench.console.workers import STATE_STYLES
 from dbench.progress import Progress, RuleProgress, RunPhase, RunProgress, SearchProgress, ServerState, Verdict
+from dbench.serve.fleet import WorkerPhase
 from tests.console_snapshots import (
     ERROR_RULE,
     RATES,
@@ -252,3 +254,8 @@ def test_no_view_exceeds_the_terminal(
 def test_any_name_keeps_the_frame_whole(name: str, width: int) -> None:
     for progress in (serve(model=name), run(name=name), search(job=name)):
         assert {cell_len(line) for line in lines(progress, width)} == {width}
+
+
+def test_every_state_that_a_worker_can_show_has_its_style() -> None:
+    of_phases = {phase.value for phase in WorkerPhase} - {"ready", "awaited"}  # shown as what it does, as starting
+    assert set(STATE_STYLES) == {*of_phases, "idle", "queued", "busy"}

@@ -20,9 +20,10 @@ STATE_STYLES = {
     "queued": "yellow",
     "starting": "yellow",
     "draining": "magenta",
+    "ended": "dim",
     "lost": "bold red",
 }
-_HOLLOW = frozenset({"idle", "starting"})
+_HOLLOW = frozenset({"idle", "starting", "ended"})
 
 
 def workers_box(workers: Sequence[WorkerProgress], rates: RateTable, page: Page, max_rows: int) -> Lines:
