@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from dbench.cli import main
 from dbench.commands.summary import print_summary, summary_lines
 from dbench.measure.summary import RunSummary, summarize
-from tests.event_builders import done, drawn, ended, run_of, sent, simple_requests, started
+from tests.event_builders import done, drawn, ended, run_of, sent, simple_requests, started, write_run
 
 FOLDER = Path("reports/x")
 
@@ -65,6 +66,20 @@ def test_load_row_counts_what_was_done_to_the_lengths() -> None:
         line for line in summary_lines(summarize(run_of(started(4), drawn())), FOLDER) if line.startswith("load")
     )
     assert load.endswith("; trace arxiv")
+
+
+def test_report_that_cannot_be_written_prints_its_summary_all_the_same(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dir = write_run(tmp_path / "run", [drawn(), *simple_requests([0.5])])
+    (run_dir / "benchmark_results.json").mkdir()
+    assert main(["report", str(run_dir)]) == 1
+    captured = capsys.readouterr()
+    assert "requests    1 of 1 completed, 0 failed" in captured.out
+    assert captured.err == (
+        f"dbench: error: {run_dir}/benchmark_results.json: cannot be written (Is a directory); "
+        "look at its folder's rights and free space\n"
+    )
 
 
 @pytest.mark.parametrize("width", [10, 40, 80])
