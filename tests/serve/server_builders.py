@@ -6,12 +6,14 @@ import asyncio
 import threading
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from contextlib import aclosing
 from dataclasses import replace
 from types import TracebackType
 from typing import Any, TypeVar
 
 from dbench.config import resolve
 from dbench.errors import ServerUnavailable
+from dbench.events import Event
 from dbench.options import EngineOptions, ServiceOptions
 from dbench.resolve import resolve_serve
 from dbench.serve.client import Client
@@ -71,6 +73,12 @@ async def final_state(client: Client, request_id: str) -> PollState:
 
     await eventually(is_final)
     return await client.poll(request_id)
+
+
+async def events_of(client: Client) -> list[Event]:
+    """All that the server exports."""
+    async with aclosing(client.export_events()) as events:
+        return [event async for event in events]
 
 
 class ThreadWorker:

@@ -14,7 +14,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from dbench.errors import OptionError, QueueFullError, RequestError, ServerUnavailable
 from dbench.event_file import read_events
-from dbench.events import BlockRouted, Event, RequestFinished, WorkerUp
+from dbench.events import BlockRouted, RequestFinished, WorkerUp
 from dbench.serve.client import Client, submit_and_wait
 from dbench.serve.endpoint import check_address
 from dbench.serve.recorder import Recorder
@@ -24,6 +24,7 @@ from tests.serve.server_builders import (
     DEADLINE_S,
     Gate,
     ServerInThisProcess,
+    events_of,
     eventually,
     final_state,
     run,
@@ -35,11 +36,6 @@ PROMPT = (1, 2, 3)
 async def replies_of(client: Client, submission: Submission) -> list[GenerateReply]:
     async with aclosing(client.generate(submission)) as replies:
         return [reply async for reply in replies]
-
-
-async def exported(client: Client) -> list[Event]:
-    async with aclosing(client.export_events()) as events:
-        return [event async for event in events]
 
 
 def test_generate_gives_the_id_then_the_blocks_then_the_result() -> None:
@@ -98,7 +94,7 @@ def test_the_same_request_gives_the_same_tokens_on_either_worker() -> None:
         async with ServerInThisProcess(prefill_scheduler_policy="round_robin") as server, server.client() as client:
             await server.open()
             results = [await submit_and_wait(client, Submission(PROMPT, 4)) for _ in range(2)]
-            routed = [event.worker_id for event in await exported(client) if isinstance(event, BlockRouted)]
+            routed = [event.worker_id for event in await events_of(client) if isinstance(event, BlockRouted)]
             assert routed == [0, 1]
             assert results[0].token_ids == results[1].token_ids
 
@@ -300,7 +296,7 @@ def test_metrics_start_anew_at_a_reset_with_how_things_stand() -> None:
             await submit_and_wait(client, Submission(PROMPT, 4))
             reset_s = await client.reset_metrics()
             result = await submit_and_wait(client, Submission(PROMPT, 8))
-            events = await exported(client)
+            events = await events_of(client)
             assert {e.worker_id for e in events if isinstance(e, WorkerUp)} == {0, 1}
             finished = [e for e in events if isinstance(e, RequestFinished)]
             assert [(e.request_id, e.num_gen_tokens) for e in finished] == [(result.request_id, 8)]

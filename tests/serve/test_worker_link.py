@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from contextlib import aclosing
 
 import grpc
 import pytest
@@ -16,7 +15,16 @@ from dbench.serve.fake_runner import FakeScript
 from dbench.serve.wire import Submission
 from dbench.serve.wire_link import EngineProgress, Hello, WorkerMessage, worker_message_to_message
 from dbench.serve.worker_stream import StreamEnded, WorkerStream
-from tests.serve.server_builders import DEADLINE_S, WORKER_KEY, Gate, ServerInThisProcess, eventually, final_state, run
+from tests.serve.server_builders import (
+    DEADLINE_S,
+    WORKER_KEY,
+    Gate,
+    ServerInThisProcess,
+    events_of,
+    eventually,
+    final_state,
+    run,
+)
 
 PROMPT = (1, 2, 3)
 
@@ -65,9 +73,7 @@ def test_a_block_with_bad_logits_ends_its_request_at_once() -> None:
             await server.open(FakeScript(non_finite=frozenset({(request_id, 1, 2)})))
             state = await final_state(client, request_id)
             assert (state.status, state.error_message) == ("ERROR", "block 1, step 2: non-finite logits (scripted)")
-            async with aclosing(client.export_events()) as events:
-                attempts = [event.attempt async for event in events if isinstance(event, BlockRouted)]
-            assert attempts == [0, 0]
+            assert [event.attempt for event in await events_of(client) if isinstance(event, BlockRouted)] == [0, 0]
 
     run(scenario())
 
@@ -102,8 +108,7 @@ def test_a_block_that_comes_while_a_batch_runs_was_received_then() -> None:
             waited_s = time.monotonic() - seen_s
             gate.open()
             await final_state(client, late_id)
-            async with aclosing(client.export_events()) as events:
-                ends = [event async for event in events if isinstance(event, BlockFinished)]
+            ends = [event for event in await events_of(client) if isinstance(event, BlockFinished)]
             (late,) = [end for end in ends if end.request_id == late_id]
             assert late.received_s is not None
             assert late.refresh_start_s is not None
@@ -137,8 +142,7 @@ def test_a_worker_that_hangs_is_lost_and_what_it_says_late_harms_nothing() -> No
             await asyncio.to_thread(hanging.thread.join, DEADLINE_S)
             assert isinstance(hanging.error, ServerUnavailable)
             assert await client.poll(request_id) == state
-            async with aclosing(client.export_events()) as events:
-                ends = [(e.worker_id, e.outcome) async for e in events if isinstance(e, BlockFinished)]
+            ends = [(e.worker_id, e.outcome) for e in await events_of(client) if isinstance(e, BlockFinished)]
             assert ends == [(0, "failed"), (1, "done")]
 
     run(scenario())

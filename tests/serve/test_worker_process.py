@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
-from contextlib import aclosing
 
 import psutil
 import pytest
 
-from dbench.events import BlockFinished, BlockRouted, Event, WorkerLost
+from dbench.events import BlockFinished, BlockRouted, WorkerLost
 from dbench.serve.client import Client, submit_and_wait
 from dbench.serve.launch import ServerProcess
 from dbench.serve.sequence import SamplingParameters
 from dbench.serve.wire import Submission
 from tests.serve.process_builders import assert_all_end, family_of, launch
-from tests.serve.server_builders import eventually, run
+from tests.serve.server_builders import events_of, eventually, run
 
 QUOTA = SamplingParameters("conf_quota", fixed_unmask_quota=2)
 
@@ -24,11 +23,6 @@ QUOTA = SamplingParameters("conf_quota", fixed_unmask_quota=2)
 def server() -> Iterator[ServerProcess]:
     with launch(gpus="cpu,cpu", prefill_scheduler_policy="round_robin") as server:
         yield server
-
-
-async def events_of(client: Client) -> list[Event]:
-    async with aclosing(client.export_events()) as events:
-        return [event async for event in events]
 
 
 def test_a_request_gives_the_same_tokens_on_either_worker_alone_and_in_a_batch(server: ServerProcess) -> None:
