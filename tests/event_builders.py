@@ -19,6 +19,8 @@ from dbench.events import (
     RunEnded,
     RunStarted,
     SchedulerDepth,
+    ServerEnded,
+    ServerStarted,
     WorkerLost,
     WorkerState,
     WorkerUp,
@@ -99,6 +101,14 @@ def done(
     return RequestDone(
         START_S + at, "client", request_id, status, num_gen_tokens, num_forward_passes, first_block_s, error, ""
     )
+
+
+def server_started(at: float = -9.0) -> ServerStarted:
+    return ServerStarted(START_S + at, "scheduler", 1.8e9, SCHEMA_VERSION)
+
+
+def server_ended(at: float = 20.0, reason: str = "ended", detail: str = "") -> ServerEnded:
+    return ServerEnded(START_S + at, "scheduler", reason, detail)
 
 
 def arrived(request_id: str = "a", at: float = 0.0) -> RequestArrived:

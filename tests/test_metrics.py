@@ -36,6 +36,8 @@ from tests.event_builders import (
     pending,
     run_of,
     sent,
+    server_ended,
+    server_started,
     simple_requests,
     started,
     state,
@@ -350,6 +352,28 @@ def test_a_folder_of_the_server_alone_counts_from_arrival_to_final_status() -> N
     assert (summary.seen_from, summary.num_successful, summary.num_unfinished) == ("server", 1, 1)
     assert request_table(run).iloc[0]["request_e2e_time"] == pytest.approx(0.5)
     assert request_table(run).iloc[0]["request_time_to_first_block"] == pytest.approx(0.5)
+
+
+def test_a_server_that_ended_cleanly_was_not_killed_and_has_no_lag() -> None:
+    summary = summarize(run_of(server_started(), arrived("a", 0.0), finished("a", 0.5), server_ended()))
+    assert (summary.seen_from, summary.complete, summary.reason, summary.detail) == ("server", True, "ended", "")
+    assert summary.lag is None
+
+
+def test_a_server_without_requests_is_a_server() -> None:
+    summary = summarize(run_of(server_started(), server_ended(reason="failed", detail="no model")))
+    assert (summary.seen_from, summary.complete) == ("server", False)
+    assert (summary.reason, summary.detail) == ("failed", "no model")
+
+
+def test_a_server_without_a_last_line_may_still_run() -> None:
+    assert summarize(run_of(server_started(), arrived("a"))).reason == "open"
+
+
+def test_the_last_server_of_a_folder_counts() -> None:
+    first = (server_started(-9.0), server_ended(-8.0))
+    assert summarize(run_of(*first, server_started(-7.0), arrived("a"))).reason == "open"
+    assert summarize(run_of(*first, server_started(-7.0), arrived("a"), server_ended(9.0))).reason == "ended"
 
 
 def test_a_run_that_sent_nothing_does_not_count_the_requests_of_others() -> None:

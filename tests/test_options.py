@@ -6,8 +6,10 @@ from dataclasses import fields, is_dataclass
 
 import pytest
 
-from dbench.config import option_table
-from dbench.options import COMMAND_SECTIONS, Option, options_of, options_taken
+from dbench.config import option_table, resolve
+from dbench.errors import OptionError
+from dbench.options import COMMAND_SECTIONS, Option, SamplingOptions, options_of, options_taken
+from dbench.unmasking_rules import MAX_TEMPERATURE
 
 SECTIONS = sorted({s for sections in COMMAND_SECTIONS.values() for s in sections}, key=lambda s: s.__name__)
 OPTIONS = [option for section in SECTIONS for option in options_of(section)]
@@ -68,3 +70,10 @@ def test_options_of_one_name_have_one_type_everywhere() -> None:
     for option in OPTIONS:
         types.setdefault(option.name, set()).add(option.type)
     assert [name for name, seen in types.items() if len(seen) > 1] == []
+
+
+def test_temperature_beyond_what_a_server_takes_is_no_option() -> None:
+    with pytest.raises(OptionError, match="temperature"):
+        resolve((SamplingOptions,), {"temperature": "1e39"}, yaml_path=None, environment={})
+    given = resolve((SamplingOptions,), {"temperature": "1e6"}, yaml_path=None, environment={})
+    assert given.section(SamplingOptions).temperature == MAX_TEMPERATURE

@@ -11,7 +11,20 @@ import pytest
 from dbench.cli import main
 from dbench.commands.summary import print_summary, summary_lines
 from dbench.measure.summary import RunSummary, summarize
-from tests.event_builders import done, drawn, ended, run_of, sent, simple_requests, started, write_run
+from tests.event_builders import (
+    arrived,
+    done,
+    drawn,
+    ended,
+    finished,
+    run_of,
+    sent,
+    server_ended,
+    server_started,
+    simple_requests,
+    started,
+    write_run,
+)
 
 FOLDER = Path("reports/x")
 
@@ -99,3 +112,15 @@ def test_invalid_run_says_so_in_its_first_line() -> None:
     summary = summarize(run_of(*events))
     assert not summary.valid
     assert "INVALID: the load generator fell behind" in summary_lines(summary, FOLDER)[0]
+
+
+def test_server_that_ended_shows_no_lag_and_no_run() -> None:
+    summary = summarize(run_of(server_started(), arrived("a", 0.0), finished("a", 0.5), server_ended()))
+    lines = summary_lines(summary, FOLDER)
+    assert lines[0] == "server      ended"
+    assert not any(line.startswith("send lag") for line in lines)
+
+
+def test_server_that_may_still_run_is_not_called_killed() -> None:
+    lines = summary_lines(summarize(run_of(server_started(), arrived("a"))), FOLDER)
+    assert lines[0] == "server      still running when this was written, or killed"

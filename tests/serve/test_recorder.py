@@ -7,7 +7,17 @@ from pathlib import Path
 import pytest
 
 from dbench.errors import OptionError
-from dbench.events import Event, SchedulerDepth, WorkerLost, WorkerState, WorkerUp, event_from_json
+from dbench.events import (
+    SCHEMA_VERSION,
+    Event,
+    SchedulerDepth,
+    ServerEnded,
+    ServerStarted,
+    WorkerLost,
+    WorkerState,
+    WorkerUp,
+    event_from_json,
+)
 from dbench.serve import recorder as module
 from dbench.serve.recorder import Recorder
 
@@ -26,6 +36,10 @@ def state(worker_id: int, at_s: float) -> WorkerState:
 
 def exported(recorder: Recorder) -> list[Event]:
     return [event_from_json(line) for part in recorder.export() for line in part.lines]
+
+
+def file_of(folder: Path) -> list[Event]:
+    return [event_from_json(line) for line in (folder / "events.jsonl").read_text().splitlines()]
 
 
 def test_an_export_gives_what_was_recorded_in_order() -> None:
@@ -66,6 +80,31 @@ def test_a_reset_keeps_how_things_stand_at_that_moment() -> None:
     assert [event.worker_id for event in kept if isinstance(event, WorkerUp | WorkerState)] == [1, 1]
     assert [event.pending_requests for event in kept if isinstance(event, SchedulerDepth)] == [5]
     assert [part.num_forgotten for part in recorder.export()] == [0]
+
+
+def test_the_file_begins_and_ends_with_the_server(tmp_path: Path) -> None:
+    with Recorder(tmp_path) as recorder:
+        recorder.record([depth(1)])
+    first, *between, last = file_of(tmp_path)
+    assert isinstance(first, ServerStarted)
+    assert first.schema_version == SCHEMA_VERSION
+    assert between == [depth(1)]
+    assert isinstance(last, ServerEnded)
+    assert (last.reason, last.detail) == ("ended", "")
+
+
+def test_a_server_that_fails_says_so_in_its_last_line(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError), Recorder(tmp_path):
+        raise RuntimeError("two\nlines")
+    last = file_of(tmp_path)[-1]
+    assert isinstance(last, ServerEnded)
+    assert (last.reason, last.detail) == ("failed", "two lines")
+
+
+def test_the_lines_of_the_file_alone_are_in_no_export(tmp_path: Path) -> None:
+    with Recorder(tmp_path) as recorder:
+        recorder.record([depth(1)])
+        assert exported(recorder) == [depth(1)]
 
 
 def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:

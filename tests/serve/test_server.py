@@ -289,6 +289,16 @@ def test_status_describes_the_server_and_its_workers() -> None:
     run(scenario())
 
 
+def test_a_mask_id_of_ones_own_is_reserved_too() -> None:
+    async def scenario() -> None:
+        async with ServerInThisProcess(mask_id=7) as server, server.client() as client:
+            status = await client.status()
+            assert status.mask_token_id == 7
+            assert status.reserved_token_ids == tuple(sorted({7, *server.deployment.model.reserved_token_ids}))
+
+    run(scenario())
+
+
 def test_metrics_start_anew_at_a_reset_with_how_things_stand() -> None:
     async def scenario() -> None:
         async with ServerInThisProcess() as server, server.client() as client:
