@@ -87,7 +87,7 @@ class WorkerStatus:
     device: str
     ready: bool
     state: str
-    """starting, idle, queued, busy, draining or lost."""
+    """starting, idle, queued, busy, draining, ended or lost."""
     pages_total: int
     pages_used: int
     kv_page_size: int
