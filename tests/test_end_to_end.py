@@ -190,15 +190,16 @@ def test_attached_run_leaves_a_whole_report_that_can_be_made_again(server: Serve
 
 
 def test_every_request_of_a_trace_completes_with_its_rounded_length_and_its_time_adds_up(server: Server) -> None:
-    load = ("--trace", "arxiv", "--length-scale", "0.05", "--gen-scale", "0.25", "--qps", "4", "--num-requests", "16")
-    done = dbench(server.folder, "run", "--server", server.address, *load, "--json")
+    load = ("--trace", "arxiv", "--length-scale", "0.05", "--gen-scale", "0.15", "--qps", "4", "--num-requests", "12")
+    one_token_per_step = ("--unmasking-strategy", "conf_quota", "--fixed-unmask-quota", "1")
+    done = dbench(server.folder, "run", "--server", server.address, *load, *one_token_per_step, "--json")
     summary = json.loads(done.stdout)
-    assert (summary["num_successful"], summary["num_failed"], summary["workers_used"]) == (16, 0, [0, 1])
+    assert (summary["num_successful"], summary["num_failed"], summary["workers_used"]) == (12, 0, [0, 1])
     assert summary["unaccounted_share_p50"] < 0.05
     with (server.folder / summary["run_dir"] / "request_metrics.csv").open(newline="") as file:
         rows = sorted(csv.DictReader(file), key=lambda row: int(row["index"]))
-    drawn = islice(open_trace("arxiv").pairs(np.random.default_rng(LENGTHS_OF_SEED_42), shuffle=True), 16)
-    lengths = [32 * math.ceil(round(0.25 * pair.gen_len) / 32) for pair in drawn]
+    drawn = islice(open_trace("arxiv").pairs(np.random.default_rng(LENGTHS_OF_SEED_42), shuffle=True), 12)
+    lengths = [32 * math.ceil(round(0.15 * pair.gen_len) / 32) for pair in drawn]
     assert [int(row["request_num_gen_tokens"]) for row in rows] == lengths
     assert summary["total_gen_tokens"] == sum(lengths)
     while pages_used(server.address):  # cancelled requests that came after the measured ones give theirs back too
