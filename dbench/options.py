@@ -244,7 +244,11 @@ class LoadOptions:
         auto="trace with --trace, else fixed",
     )
     trace: str | None = option(
-        None, "Trace name (see 'dbench trace show') or CSV file with prompt_len,gen_len.", panel="Lengths", auto="none"
+        None,
+        "Trace name (see 'dbench trace show'; tasks: problems with checkable answers) or CSV file with "
+        "prompt_len,gen_len.",
+        panel="Lengths",
+        auto="none",
     )
     prompt_tokens: int = option(512, "fixed: prompt length.", panel="Lengths", minimum=1)
     gen_tokens: int = option(128, "fixed: generated length.", panel="Lengths", minimum=1)

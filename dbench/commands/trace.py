@@ -24,7 +24,7 @@ SHOWN_QUANTILES = (0.1, 0.5, 0.9, 0.99)
 
 @dataclass(frozen=True, slots=True)
 class LengthStatistics:
-    """One column of a trace, in tokens."""
+    """One column of a trace, in tokens or, for problems, in bytes."""
 
     column: str
     mean: float
@@ -47,13 +47,14 @@ def trace_show_command(invocation: Invocation) -> int:
     trace = open_trace(name)
     pairs = _pairs(trace, trace.num_rows or NUM_SHOWN_DRAWS, SHOWN_SEED, shuffle=False)
     statistics = _statistics(pairs)
+    unit = "bytes of problem and answer" if isinstance(trace, TaskTrace) else "tokens"
     if invocation.json:
         columns = {s.column: {k: v for k, v in asdict(s).items() if k != "column"} for s in statistics}
-        print_json({"trace": trace.name, "notes": trace.notes, "num_pairs": len(pairs), "columns": columns})
+        head = {"trace": trace.name, "notes": trace.notes, "num_pairs": len(pairs), "unit": unit}
+        print_json({**head, "columns": columns})
         return EXIT_OK
     for note in trace.notes:
         print(note)
-    unit = "bytes of problem and answer" if isinstance(trace, TaskTrace) else "tokens"
     print(f"{len(pairs)} {'rows' if trace.num_rows else f'draws with seed {SHOWN_SEED}'}, in {unit}:")
     print()
     print("\n".join(_table(statistics)))
