@@ -111,8 +111,7 @@ class EngineOptions:
     )
     cache_mode: str = option(
         "exact",
-        "exact: K and V of the other positions stay as a block's refresh left them; none: full recomputation in every "
-        "step, for measuring what the cache costs in quality.",
+        "exact: a block's steps keep K and V of all other positions; none: full recomputation, to compare quality.",
         panel="Scheduling",
         choices=("exact", "none"),
     )
@@ -244,11 +243,7 @@ class LoadOptions:
         auto="trace with --trace, else fixed",
     )
     trace: str | None = option(
-        None,
-        "Trace name (see 'dbench trace show'; tasks: problems with checkable answers) or CSV file with "
-        "prompt_len,gen_len.",
-        panel="Lengths",
-        auto="none",
+        None, "Trace name (see 'dbench trace show') or CSV file with prompt_len,gen_len.", panel="Lengths", auto="none"
     )
     prompt_tokens: int = option(512, "fixed: prompt length.", panel="Lengths", minimum=1)
     gen_tokens: int = option(128, "fixed: generated length.", panel="Lengths", minimum=1)
@@ -267,9 +262,7 @@ class LoadOptions:
         auto="the server's context limit",
     )
     check_answers: bool = option(
-        False,
-        "Compare every answer with the right one, and report the share that is right; with trace tasks.",
-        panel="Lengths",
+        False, "Report the share of right answers; with trace tasks, whose problems have one each.", panel="Lengths"
     )
     shuffle: bool = option(True, "Take the trace's rows in seeded random order.", panel="Lengths")
     ignore_eos: bool | None = option(
