@@ -17,7 +17,7 @@ from typing import Any
 from dbench import __version__
 from dbench.config import Resolved, options_to_dict
 from dbench.environment import cpu_model
-from dbench.load.traces import PROFILES, traces_dir
+from dbench.load.traces import NAMED, traces_dir
 from dbench.options import EngineOptions, LoadOptions, SamplingOptions, ServiceOptions
 from dbench.serve.families import EMBEDDED, find_model
 
@@ -81,5 +81,5 @@ def _trace(name: str | None) -> str:
     """The content of the trace's file; the name of a trace that has none."""
     if name is None:
         return ""
-    path = traces_dir() / f"{name}.quantiles.csv" if name in PROFILES else Path(name)
+    path = traces_dir() / f"{name}.quantiles.csv" if name in NAMED else Path(name)
     return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else name
