@@ -11,15 +11,12 @@ from pathlib import Path
 
 from dbench.cli_options import Invocation
 from dbench.commands.common import new_folder, open_view
-from dbench.commands.summary import print_summary
 from dbench.config import AUTO_PREFIX, Resolved
 from dbench.console import View
-from dbench.environment import describe_environment
 from dbench.errors import OptionError, RunError
 from dbench.options import EngineOptions, ServiceOptions
-from dbench.report import write_report
 from dbench.resolve import resolve_serve
-from dbench.result_files import write_json, write_text
+from dbench.run_folder import write_origin
 from dbench.serve import child
 from dbench.serve.server import serve
 
@@ -37,8 +34,7 @@ def serve_command(invocation: Invocation) -> int:
     service = resolved.section(ServiceOptions)
     assert service.metrics_output_dir is not None
     folder = Path(service.metrics_output_dir)
-    write_text(folder / "config.yaml", resolved.to_yaml())
-    write_json(folder / "environment.json", describe_environment())
+    write_origin(folder, resolved.to_yaml())
     for line in resolved.lines():
         view.print(f"{line.name} = {line.value_text} ({line.origin})")
     tables = TableProcess(folder)
@@ -52,7 +48,9 @@ def serve_command(invocation: Invocation) -> int:
             on_export=tables.write,
         )
     if service.export_partial_metrics and not tables.num_written:
-        print_summary(write_report(folder), folder, as_json=False)
+        from dbench.commands.summary import report_run  # pandas: half a second and 80 MB that a server does without
+
+        report_run(folder, as_json=False)
     return code
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from dbench import __version__
+from dbench.errors import EXIT_INTERRUPTED
 from dbench.events import SCHEMA_VERSION
+from dbench.json_values import finite_or_text
 from dbench.progress import Verdict
 from dbench.search.capacity import Bracket, SearchSettings, StopReason, bracket_of, capacity_of, in_range
 from dbench.search.store import RuleValue, StoredTrial
@@ -100,7 +101,7 @@ class SearchResults:
     def exit_code(self) -> int:
         """130 after Ctrl-C; else that of the first job without a valid result."""
         if self.interrupted:
-            return 130
+            return EXIT_INTERRUPTED
         return next((job.exit_code for job in self.jobs if job.exit_code), 0)
 
     def to_json(self) -> dict[str, Any]:
@@ -148,7 +149,7 @@ def trial_to_json(trial: StoredTrial) -> dict[str, Any]:
         "passed": PASSED.get(trial.verdict),
         "verdict": str(trial.verdict),
         "reason": trial.reason,
-        "metric_values": {rule.metric: plain(rule.value) for rule in trial.rules},
+        "metric_values": {rule.metric: finite_or_text(rule.value) for rule in trial.rules},
         "rules": [rule_to_json(rule) for rule in trial.rules],
         "run_dir": trial.run_dir,
         "cached": trial.cached,
@@ -160,15 +161,10 @@ def trial_to_json(trial: StoredTrial) -> dict[str, Any]:
 def rule_to_json(rule: RuleValue) -> dict[str, Any]:
     return {
         "rule": rule.rule,
-        "value": plain(rule.value),
+        "value": finite_or_text(rule.value),
         "threshold": rule.threshold,
         "unit": rule.unit,
         "passed": rule.passed,
-        "margin": plain(rule.margin),
+        "margin": finite_or_text(rule.margin),
         "note": rule.note,
     }
-
-
-def plain(number: float) -> float | str:
-    """The number for JSON; infinities as the text "inf" or "-inf"."""
-    return number if math.isfinite(number) else str(number)

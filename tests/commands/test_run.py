@@ -61,8 +61,9 @@ def test_exit_code_is_that_of_the_end_and_1_when_nothing_completed(
     assert exit_code(RunResult(Path("run"), reason, EXIT_CODES[reason]), summary) == code
 
 
-def test_the_first_request_does_not_wait_for_the_packages_of_the_report() -> None:
-    code = "import sys, dbench.commands.run; print(*sys.modules)"
+@pytest.mark.parametrize("command", ["run", "serve"])
+def test_the_first_request_does_not_wait_for_the_packages_of_the_report(command: str) -> None:
+    code = f"import sys, dbench.commands.{command}; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert {name.split(".")[0] for name in done.stdout.split()}.isdisjoint({"pandas", "matplotlib", "torch", "optuna"})
 
