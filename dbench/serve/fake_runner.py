@@ -158,8 +158,9 @@ class FakeRunner:
         assert ticket == next(iter(self._launched), None), f"ticket {ticket} is not the oldest in flight"
         batch = self._launched.pop(ticket)
         self._clock.wait_until(batch.result.completed_s)
-        requests = {self._slots[slot].task.key.request_id for slot in batch.slots}
-        if batch.number in self._script.failing_collects or not requests.isdisjoint(self._script.poisonous):
+        poisonous = self._script.poisonous
+        is_poisoned = poisonous and any(self._slots[slot].task.key.request_id in poisonous for slot in batch.slots)
+        if batch.number in self._script.failing_collects or is_poisoned:
             self._failed_slots |= batch.slots
             raise RuntimeError(f"scripted failure of batch {batch.number}")
         return batch.result

@@ -86,6 +86,7 @@ class ThreadWorker:
 
     def __init__(self, server: ServerInThisProcess, worker_id: int, script: FakeScript) -> None:
         self.error: BaseException | None = None
+        self.num_pages = server.deployment.kv_max_pages
         self._deployment = server.deployment
         self._worker_id = worker_id
         self._script = script
@@ -103,12 +104,12 @@ class ThreadWorker:
 
     def _run(self) -> None:
         limits = self._deployment.engine_limits()
-        page_size, num_pages = self._deployment.options.kv_page_size, self._deployment.kv_max_pages
+        page_size = self._deployment.options.kv_page_size
         runner = FakeRunner(self._script, page_size=page_size, clock=SystemClock())
         try:
             wait_for_welcome(self.stream, self._worker_id)
-            engine = Engine(runner, PagePool(num_pages, page_size), limits, worker_id=self._worker_id)
-            self.stream.send(Ready(num_pages, page_size, limits.max_model_len))
+            engine = Engine(runner, PagePool(self.num_pages, page_size), limits, worker_id=self._worker_id)
+            self.stream.send(Ready(self.num_pages, page_size, limits.max_model_len))
             WorkerLoop(engine, self.stream).run()
         except ServerUnavailable as error:
             self.error = error

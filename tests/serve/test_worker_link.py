@@ -20,6 +20,7 @@ from tests.serve.server_builders import (
     WORKER_KEY,
     Gate,
     ServerInThisProcess,
+    ThreadWorker,
     events_of,
     eventually,
     final_state,
@@ -74,6 +75,20 @@ def test_a_block_with_bad_logits_ends_its_request_at_once() -> None:
             state = await final_state(client, request_id)
             assert (state.status, state.error_message) == ("ERROR", "block 1, step 2: non-finite logits (scripted)")
             assert [event.attempt for event in await events_of(client) if isinstance(event, BlockRouted)] == [0, 0]
+
+    run(scenario())
+
+
+def test_a_canvas_that_no_page_pool_can_hold_ends_its_request_at_once() -> None:
+    async def scenario() -> None:
+        async with ServerInThisProcess(gpus="cpu") as server, server.client() as client:
+            small = ThreadWorker(server, 0, FakeScript())
+            small.num_pages = 2
+            server.workers.append(small.start())
+            state = await final_state(client, await client.submit(Submission((1,) * 40, 4)))
+            assert state.status == "ERROR"
+            assert "a canvas of 44 tokens needs 3 KV pages, the worker has 2 of 16 tokens" in state.error_message
+            assert len([e for e in await events_of(client) if isinstance(e, BlockRouted)]) == 1
 
     run(scenario())
 
