@@ -243,6 +243,7 @@ class Engine:
             assert span.slot == got.slot, f"a result for slot {got.slot} where slot {span.slot} was planned"
             sequence = self._running[span.slot]
             sequence.in_flight -= 1
+            sequence.last_span_end_s = interval.end_s
             if span.phase is Phase.DECODE:
                 decoding_canvases.append(sequence.task.canvas_length)
             if got.void:

@@ -78,6 +78,8 @@ class Sequence:
     steps: list[Landed] = field(default_factory=list)
     refresh: Interval | None = None
     decode_start_s: float | None = None
+    last_span_end_s: float = 0.0
+    """Completion of the last landed span, a void one too: the block cannot be reported before."""
 
     @property
     def masks_left(self) -> int:
@@ -159,5 +161,5 @@ class Sequence:
             refresh_start_s=self.refresh.start_s,
             refresh_end_s=self.refresh.end_s,
             decode_start_s=decode_start_s,
-            end_s=self.steps[-1].end_s,
+            end_s=self.last_span_end_s,
         )

@@ -170,7 +170,8 @@ class BlockTimes:
     """When a block did what, in seconds of its worker's monotonic clock.
 
     `refresh_start_s` and `refresh_end_s` are the interval of the batch that held the refresh;
-    `decode_start_s` is the start of the first decode step's batch (= refresh_end_s without one).
+    `decode_start_s` is the start of the first decode step's batch (= refresh_end_s without one);
+    `end_s` is the completion of the last batch that held a span of it, void or not: its pages come back then.
     """
 
     received_s: float

@@ -145,7 +145,8 @@ def test_a_void_span_counts_in_the_batch_but_is_no_step() -> None:
     ]
     assert numbers(end) == [2, 2]
     assert end.times is not None
-    assert end.times.end_s == 2.0
+    assert [step.end_s for step in end.steps] == [1.0, 2.0]
+    assert end.times.end_s == 3.0, "its pages come back after the void span"
 
 
 def test_a_last_mask_needs_no_second_look_under_any_rule() -> None:
