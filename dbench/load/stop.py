@@ -54,8 +54,17 @@ class StopRule(Protocol):
         """One line that ends the run, or None to go on; `now_s` is on the clock of the facts."""
 
 
+@dataclass(slots=True)
+class Signals:
+    """What became of the first SIGINT or SIGTERM."""
+
+    came: bool = False
+    has_cancelled: bool = False
+    """It reached the task; else the task had ended by itself before the event loop could tell it."""
+
+
 @contextmanager
-def cancel_on_signals() -> Iterator[None]:
+def cancel_on_signals() -> Iterator[Signals]:
     """The first SIGINT or SIGTERM cancels the current task; the next one does what it did before.
 
     For a coroutine in the main thread. `driver.run_load` ends well when it is cancelled.
@@ -64,33 +73,45 @@ def cancel_on_signals() -> Iterator[None]:
     task = asyncio.current_task()
     assert task is not None, "outside a task"
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    signals = Signals()
 
     def give_back() -> None:
         for number, handler in before.items():
-            loop.remove_signal_handler(number)
             if handler is not None:  # None: set by code outside Python
                 signal.signal(number, handler)
 
-    def first() -> None:
+    def cancel() -> None:
+        signals.has_cancelled = task.cancel()
+
+    def first(_number: int, _frame: object) -> None:
+        # At once, not in the loop's next turn as loop.add_signal_handler does: there may be none any more.
+        signals.came = True
         give_back()
-        task.cancel()
+        loop.call_soon_threadsafe(cancel)
 
     for number in before:
-        loop.add_signal_handler(number, first)
+        signal.signal(number, first)
     try:
-        yield
+        yield signals
     finally:
         give_back()
 
 
 def run_cancellable(work: Callable[[], Coroutine[Any, Any, T]]) -> T:
-    """Run to the end in a new event loop. Raises KeyboardInterrupt when a signal ended it without a result."""
+    """Run to the end in a new event loop.
 
-    async def cancellable() -> T:
-        with cancel_on_signals():
-            return await work()
+    Raises KeyboardInterrupt when a signal ended the work without a result, and when one came too late for the
+    work to notice: its caller would go on as if nothing had been said.
+    """
+
+    async def cancellable() -> tuple[T, Signals]:
+        with cancel_on_signals() as signals:
+            return await work(), signals
 
     try:
-        return asyncio.run(cancellable())
+        result, signals = asyncio.run(cancellable())
     except asyncio.CancelledError:
         raise KeyboardInterrupt from None
+    if signals.came and not signals.has_cancelled:
+        raise KeyboardInterrupt
+    return result

@@ -83,3 +83,13 @@ def test_work_that_survives_its_cancellation_has_a_result() -> None:
         return "not cancelled"
 
     assert run_cancellable(tidy) == "tidied"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_in_the_last_moment_of_the_work_is_not_lost(number: signal.Signals) -> None:
+    async def ends_before_the_loop_can_tell_it() -> str:
+        os.kill(os.getpid(), number)
+        return "done"
+
+    with pytest.raises(KeyboardInterrupt):
+        run_cancellable(ends_before_the_loop_can_tell_it)
