@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import shutil
 import signal
 import socket
@@ -165,8 +164,7 @@ def test_a_busy_port_is_one_line_and_exit_code_2() -> None:
 def test_a_worker_that_cannot_load_its_model_fails_the_start_with_its_line(tmp_path: Path) -> None:
     model = tmp_path / "model"
     shutil.copytree(embedded_directory(), model)
-    config = json.loads((model / "config.json").read_text())
-    (model / "config.json").write_text(json.dumps({**config, "dbench_random_weights": False}))
+    (model / "model.safetensors").unlink()
     server = launch(model=str(model))
     with pytest.raises(ServerStartError, match=r"worker 0 \(cpu\) did not start: .*safetensors"):
         server.__enter__()
