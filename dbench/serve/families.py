@@ -15,7 +15,6 @@ from dbench.models import embedded_directory, size_directory, size_names
 from dbench.serve.tokenizer_files import read_json_object, special_tokens
 
 EMBEDDED = "embedded"
-RANDOM_WEIGHTS_KEY = "dbench_random_weights"
 DEFAULT_INIT_STD = 0.02
 
 
@@ -174,8 +173,6 @@ class ModelConfig:
     """Ids that end an answer: end of text and end of turn."""
     reserved_token_ids: tuple[int, ...]
     """Special ids, ascending: never drawn as random prompt ids."""
-    has_random_weights: bool
-    """The directory says of itself that it holds no weights and wants seeded random ones."""
     init_std: float
     """Standard deviation of random weights."""
 
@@ -277,7 +274,6 @@ def read_model_config(directory: Path) -> ModelConfig:
         mask_token_id=min(mask, default=None),
         eos_token_ids=tuple(sorted(eos)),
         reserved_token_ids=tuple(sorted(eos | mask | edges | set(special.values()))),
-        has_random_weights=reader.flag(RANDOM_WEIGHTS_KEY),
         init_std=reader.number(family.init_std_key) if family.init_std_key in values else DEFAULT_INIT_STD,
     )
 
@@ -321,12 +317,6 @@ class _Reader:
         if not isinstance(value, int | float) or isinstance(value, bool) or not value > 0:
             raise ModelError(f"{self.path}: {key} is {value!r}, wanted a positive number")
         return float(value)
-
-    def flag(self, key: str) -> bool:
-        value = self.values.get(key, False)
-        if not isinstance(value, bool):
-            raise ModelError(f"{self.path}: {key} is {value!r}, wanted true or false")
-        return value
 
     def ids(self, key: str, vocab_size: int) -> set[int]:
         """The id or list of ids under `key`; empty when it is absent or null."""

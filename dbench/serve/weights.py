@@ -63,7 +63,7 @@ def load_weights(config: ModelConfig, source: WeightSource) -> Weights:
     if source.load_format not in LOAD_FORMATS:
         raise ModelError(unknown_name("load format", source.load_format, LOAD_FORMATS))
     files = _checkpoint_files(source.directory) if source.load_format == "auto" else []
-    if source.load_format == "auto" and not files and not config.has_random_weights:
+    if source.load_format == "auto" and not files:
         raise ModelError(
             f"no *.safetensors in {source.directory}; put the checkpoint's weights there, "
             "or take --load-format random for a speed test"

@@ -81,7 +81,6 @@ def test_the_published_llada_sizes_are_read(tmp_path: Path) -> None:
     assert (config.family, config.head_dim, config.vocab_size) == ("llada", 128, 126464)
     assert config.kv_bytes_per_token(2) == 524_288
     assert config.mask_token_id == 126336
-    assert not config.has_random_weights
 
 
 def test_end_of_turn_ends_an_answer_and_special_tokens_are_reserved(tmp_path: Path) -> None:
@@ -184,7 +183,6 @@ def test_what_dream_models_are_not_is_refused_by_name(tmp_path: Path, key: str, 
         ("head_dim", "128", "head_dim is '128'"),
         ("architectures", ["GPT2LMHeadModel"], r"unknown architecture 'GPT2LMHeadModel' .*LLaDAModelLM"),
         ("architectures", "LLaDAModelLM", "wanted a list"),
-        ("dbench_random_weights", "yes", "wanted true or false"),
     ],
 )
 def test_an_odd_value_is_refused_by_name(tmp_path: Path, key: str, value: Any, named: str) -> None:
@@ -200,7 +198,6 @@ def test_broken_json_is_one_line(tmp_path: Path) -> None:
 
 def test_embedded_is_a_model_name() -> None:
     config = read_model_config(find_model("embedded"))
-    assert config.has_random_weights
     assert (config.mask_token_id, config.eos_token_ids) == (258, (257, 261))
     assert config.reserved_token_ids == tuple(range(256, 264))
 

@@ -7,10 +7,13 @@ from contextlib import AbstractContextManager
 
 import pytest
 
+from dbench.load.tasks import held_out
 from dbench.models import embedded_directory
+from dbench.serve.chat import Message
 from dbench.serve.engine import Engine
 from dbench.serve.families import read_model_config
 from dbench.serve.sequence import SamplingParameters
+from dbench.serve.tokenizer import load_tokenizer
 from tests.serve.decoding import Job, decode_all, engine_on, limits_for, runner_for
 
 BLOCK_LENGTH = 8
@@ -23,15 +26,17 @@ RULES = (
 
 
 def different_jobs(count: int) -> list[Job]:
+    """Problems that the embedded model can answer: what it makes of noise would be ends of text alone."""
     draw = random.Random(11)
+    tokenizer = load_tokenizer(embedded_directory())
     return [
         Job(
-            prompt=[draw.randrange(256) for _ in range(draw.randrange(1, 120))],
+            prompt=tokenizer.encode_chat([Message("user", problem.prompt)]),
             gen_length=BLOCK_LENGTH * draw.randrange(1, 4),
             sampling=RULES[i % len(RULES)],
             seed=draw.getrandbits(62),
         )
-        for i in range(count)
+        for i, problem in enumerate(held_out(3, count))
     ]
 
 

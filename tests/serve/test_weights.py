@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -176,15 +175,5 @@ def test_random_weights_depend_on_seed_and_name_only(tmp_path: Path) -> None:
     assert not any(torch.equal(a, b) for a, b in zip(all_of(five), all_of(other), strict=True))
 
 
-def test_the_embedded_model_gets_random_weights_of_its_own_accord() -> None:
-    directory = find_model("embedded")
-    weights = load(directory, seed=1)
-    assert torch.equal(weights.embedding_VE, load(directory, load_format="random", seed=1).embedding_VE)
-    assert 4_500_000 < sum(tensor.numel() for tensor in all_of(weights)) < 5_500_000
-
-
-def test_the_marker_does_not_keep_shipped_weights_from_being_read(tmp_path: Path) -> None:
-    tensors = tiny_tensors()
-    weights = load(write_checkpoint(tmp_path, tensors, dbench_random_weights=True))
-    assert torch.equal(weights.embedding_VE, tensors["model.transformer.wte.weight"])
-    assert json.loads((tmp_path / "config.json").read_text())["dbench_random_weights"]
+def test_the_embedded_model_holds_about_five_million_weights() -> None:
+    assert 4_500_000 < sum(tensor.numel() for tensor in all_of(load(find_model("embedded")))) < 5_500_000

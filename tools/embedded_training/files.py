@@ -8,8 +8,6 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from dbench.serve.families import RANDOM_WEIGHTS_KEY
-
 WEIGHTS_NAME = "model.safetensors"
 REPORT_NAME = "training.json"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
@@ -31,12 +29,11 @@ def write_json(path: Path, values: object) -> None:
 def prepare_directory(source: Path, out: Path) -> None:
     """Make `out` a model directory but for its weights: config and tokenizer as in `source`.
 
-    The config no longer asks for random weights, nor says how wide they are.
+    The config does not keep a width of random weights.
     """
     out.mkdir(parents=True, exist_ok=True)
     config = read_json(source / "config.json")
-    for key in (RANDOM_WEIGHTS_KEY, "init_std"):
-        config.pop(key, None)
+    config.pop("init_std", None)
     (out / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     for name in TOKENIZER_FILES:
         if source.resolve() != out.resolve():
