@@ -11,17 +11,10 @@ from typing import Any
 
 import pytest
 
-from dbench.models import embedded_directory
-from dbench.serve.families import read_model_config
-
 NUM_PROBLEMS = 60
 GEN_LENGTH = 64
 PATIENCE_S = 240
 ENVIRONMENT = {name: value for name, value in os.environ.items() if not name.startswith("DBENCH_")}
-
-pytestmark = pytest.mark.skipif(
-    read_model_config(embedded_directory()).has_random_weights, reason="the embedded model has no trained weights yet"
-)
 
 
 def results_of(folder: Path, *arguments: str) -> Any:
