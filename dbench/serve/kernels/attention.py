@@ -36,9 +36,9 @@ class Tiling:
 @triton.jit
 def _span_attention_kernel(
     q_ptr, key_ptr, value_ptr, pages_ptr, slots_ptr, lengths_ptr, out_ptr, part_ptr, part_lse_ptr,
-    scale_log2, q_stride, place_stride, pages_stride, num_chunks,
+    scale_log2, q_stride, place_stride, pages_stride, num_chunks, keys_per_chunk,
     M: tl.constexpr, H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, PAGE_SIZE: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CHUNK: tl.constexpr, IS_SPLIT: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, IS_SPLIT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     G: tl.constexpr = H // K
@@ -47,10 +47,10 @@ def _span_attention_kernel(
     chunk, span = tl.program_id(1), tl.program_id(2)
     slot = tl.load(slots_ptr + span).to(tl.int64)
     num_keys = tl.load(lengths_ptr + slot)
-    first_key = chunk * CHUNK
+    first_key = chunk * keys_per_chunk
     if first_key >= num_keys:
         return
-    last_key = tl.minimum(first_key + CHUNK, num_keys)
+    last_key = tl.minimum(first_key + keys_per_chunk, num_keys)
 
     query = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     has_query = query < M * G
@@ -95,15 +95,15 @@ def _span_attention_kernel(
 
 @triton.jit
 def _combine_kernel(
-    part_ptr, part_lse_ptr, slots_ptr, lengths_ptr, out_ptr, num_chunks,
+    part_ptr, part_lse_ptr, slots_ptr, lengths_ptr, out_ptr, num_chunks, keys_per_chunk,
     M: tl.constexpr, H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr,
-    CHUNK: tl.constexpr, QUERIES: tl.constexpr,
+    QUERIES: tl.constexpr,
 ):  # fmt: skip
     G: tl.constexpr = H // K
     TILES: tl.constexpr = (M * G + BLOCK_M - 1) // BLOCK_M
     head, part, span = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     slot = tl.load(slots_ptr + span).to(tl.int64)
-    used_chunks = tl.cdiv(tl.load(lengths_ptr + slot), CHUNK)
+    used_chunks = tl.cdiv(tl.load(lengths_ptr + slot), keys_per_chunk)
     query = part * QUERIES + tl.arange(0, QUERIES)
     has_query = query < M * G
     column = tl.arange(0, D)
@@ -176,14 +176,14 @@ class SpanAttention:
         _span_attention_kernel[(kv_heads * triton.cdiv(queries, tiling.block_m), chunks, num_spans)](
             q_RHD, kv_2PKD[0], kv_2PKD[1], keys.pages_SN, keys.slots_B, keys.lengths_S, out_RF, parts, lse,
             LOG2_E / math.sqrt(head_dim), q_RHD.stride(0), kv_2PKD.stride(1), keys.pages_SN.stride(0), chunks,
-            M=num_rows, H=heads, K=kv_heads, D=head_dim, PAGE_SIZE=keys.page_size,
-            BLOCK_M=tiling.block_m, BLOCK_N=tiling.block_n, CHUNK=tiling.keys_per_chunk, IS_SPLIT=chunks > 1,
+            tiling.keys_per_chunk, M=num_rows, H=heads, K=kv_heads, D=head_dim, PAGE_SIZE=keys.page_size,
+            BLOCK_M=tiling.block_m, BLOCK_N=tiling.block_n, IS_SPLIT=chunks > 1,
             PRECISION="ieee" if q_RHD.dtype == torch.float32 else "tf32",
             num_warps=tiling.num_warps, num_stages=tiling.num_stages,
         )  # fmt: skip
         if chunks > 1:
             _combine_kernel[(kv_heads, triton.cdiv(queries, COMBINED_QUERIES), num_spans)](
-                parts, lse, keys.slots_B, keys.lengths_S, out_RF, chunks,
+                parts, lse, keys.slots_B, keys.lengths_S, out_RF, chunks, tiling.keys_per_chunk,
                 M=num_rows, H=heads, K=kv_heads, D=head_dim, BLOCK_M=tiling.block_m,
-                CHUNK=tiling.keys_per_chunk, QUERIES=COMBINED_QUERIES, num_warps=4,
+                QUERIES=COMBINED_QUERIES, num_warps=4,
             )  # fmt: skip
