@@ -10,6 +10,7 @@
     |-- ServerError           exit code 1: the server side failed
     |   |-- ServerStartError  a server or a worker did not become ready
     |   |-- ServerUnavailable nobody answers, or the server went away
+    |   |-- DeviceLost        a device that computes nothing any more; its worker ends
     |   `-- QueueFullError    max_queued_requests reached (RESOURCE_EXHAUSTED)
     `-- RunError              exit code 1: a run or search without a valid result
         `-- RunCutShort       a run that could not go on; its folder holds what was measured until then
@@ -72,6 +73,10 @@ class ServerStartError(ServerError):
 
 class ServerUnavailable(ServerError):
     """Nobody answers at the address, or the server went away."""
+
+
+class DeviceLost(ServerError):
+    """A device failed in a way that only a new process mends."""
 
 
 class QueueFullError(ServerError):

@@ -16,6 +16,7 @@ from torch import Tensor
 from dbench.serve.attention import AttentionLayout, SequenceLayout
 from dbench.serve.runner import Span
 from dbench.serve.sequence import BlockTask
+from dbench.serve.unmask import RULE_CODES
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +60,8 @@ class SlotTable:
         self.seed_S = torch.zeros(num_slots, dtype=torch.int64, device=device)
         self.temperature_S = torch.zeros(num_slots, dtype=torch.float32, device=device)
         self.parameter_S = torch.zeros(num_slots, dtype=torch.float32, device=device)
+        self.rule_S = torch.zeros(num_slots, dtype=torch.int32, device=device)
+        self.length_S = torch.ones(num_slots, dtype=torch.int64, device=device)
 
     def fill(self, slot: int, task: BlockTask, pages: tuple[int, ...]) -> None:
         """Give a free slot to a block: prompt as it is, masks after it, step 0."""
@@ -80,6 +83,8 @@ class SlotTable:
         parameter = task.sampling.parameter
         self.temperature_S[slot] = task.sampling.temperature
         self.parameter_S[slot] = 0.0 if parameter is None else parameter
+        self.rule_S[slot] = RULE_CODES[task.sampling.unmasking_strategy]
+        self.length_S[slot] = task.canvas_length
 
     def clear(self, slot: int) -> None:
         """Take the slot back; spans of it that follow are void."""

@@ -24,6 +24,7 @@ class KvPool:
 
     def __init__(self, config: ModelConfig, *, num_pages: int, page_size: int, like: Tensor) -> None:
         """`like` gives number format and device."""
+        self.num_pages = num_pages
         shape = (config.n_layers, 2, num_pages + 1, page_size, config.n_kv_heads, config.head_dim)
         self._pool = _zeros(shape, like)
         self._slots = self._pool.flatten(2, 3)
@@ -32,6 +33,15 @@ class KvPool:
         """Store rows at their slots; a row with slot -1 is skipped."""
         self._slots[layer, 0][slots_T] = k_THD
         self._slots[layer, 1][slots_T] = v_THD
+
+    def layer(self, number: int) -> Tensor:
+        """All places of one layer, [2, places, H, D]; the last place is nobody's."""
+        return self._slots[number]
+
+    @property
+    def last_place(self) -> int:
+        """Where rows go whose K and V nobody reads."""
+        return self._slots.shape[2] - 1
 
     def gather(self, layer: int, pages_N: Tensor, length: int) -> Tensor:
         """A copy of the first `length` keys and values of the pages: [2, length, H, D]."""

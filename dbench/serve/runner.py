@@ -6,6 +6,7 @@ A plan names slots and spans, never ids: ids, masks and done flags live in the r
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import NewType, Protocol
@@ -18,6 +19,16 @@ Ticket = NewType("Ticket", int)
 class Phase(StrEnum):
     REFRESH = "refresh"
     DECODE = "decode"
+
+
+class Operation(StrEnum):
+    """What a forward pass spends its time on, where that is measured."""
+
+    QKV = "qkv"
+    """The projection of queries, keys and values, with rotary positions and the page write."""
+    ATTENTION = "attn"
+    MLP = "mlp"
+    """With the normalisation before it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +69,11 @@ class StepResult:
     launched_s: float
     completed_s: float
     sampling_s: float
-    """Seconds spent in choosing tokens and positions."""
+    """Seconds spent in choosing tokens and positions, the LM head included on CUDA."""
+    device_s: float | None = None
+    """Seconds that the device worked on the batch, where it has a clock of its own."""
+    operations: Mapping[Operation, float] | None = None
+    """Seconds of all layers, in a batch that was sampled for them."""
 
 
 class Runner(Protocol):

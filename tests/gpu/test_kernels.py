@@ -18,7 +18,6 @@ from dbench.serve.kernels.elementwise import Rotary, rms_norm, silu_times  # noq
 from dbench.serve.kernels.layout import SlotPlaces, SpanTable, compact_masked, pack_rows, row_buffers  # noqa: E402
 from dbench.serve.kernels.sampling import (  # noqa: E402
     RECORD_EXTRA,
-    RULE_CODES,
     MaskedRows,
     ProposalBuffers,
     SlotState,
@@ -26,7 +25,7 @@ from dbench.serve.kernels.sampling import (  # noqa: E402
     unmask,
 )
 from dbench.serve.noise import DrawKeys  # noqa: E402
-from dbench.serve.unmask import Candidates, RowWishes, choose  # noqa: E402
+from dbench.serve.unmask import RULE_CODES, Candidates, RowWishes, choose  # noqa: E402
 from dbench.serve.unmask import propose as propose_plainly  # noqa: E402
 from dbench.unmasking_rules import UNMASKING_RULES, Measure  # noqa: E402
 
@@ -62,6 +61,7 @@ def test_rows_of_decode_and_refresh_spans_are_laid_out_with_their_places() -> No
     places[0] = 143
     assert rows.places_T[:49].tolist() == places
     assert rows.block_rows_BL.tolist() == [[*range(8)], [*range(16, 24)]]
+    assert rows.block_positions_BL.tolist() == [[*range(19, 27)], [*range(7, 15)]]
 
 
 def test_masked_places_of_running_blocks_are_listed_in_order() -> None:

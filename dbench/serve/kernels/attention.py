@@ -22,6 +22,22 @@ from torch import Tensor
 LOG2_E = 1.4426950408889634
 
 
+NUM_STAGES = 2
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchShape:
+    """The sizes of a launch that its speed depends on."""
+
+    num_spans: int
+    queries: int
+    """Query rows of one KV head: rows x heads of its group."""
+    kv_heads: int
+    bytes_per_key_head: int
+    longest: int
+    """Keys, at most."""
+
+
 @dataclass(frozen=True, slots=True)
 class Tiling:
     """How the work of a launch is cut; a matter of speed alone."""
@@ -33,7 +49,25 @@ class Tiling:
     num_stages: int
 
 
-@triton.jit
+def choose_tiling(shape: LaunchShape, device: torch.device) -> Tiling:
+    """What was fastest on an H200 for such a launch (benchmarks/attention.py), cut down where memory is smaller."""
+    block_m = next((m for m in (16, 32, 64) if shape.queries <= m), 64 if shape.num_spans == 1 else 128)
+    block_n = 64 if block_m == 128 else 128
+    while 2 * NUM_STAGES * block_n * shape.bytes_per_key_head > _shared_memory(device) * 3 // 4:
+        block_n //= 2
+    programs = shape.num_spans * shape.kv_heads * triton.cdiv(shape.queries, block_m)
+    keys_per_chunk = 512 if programs <= 32 else 1024 if programs <= 128 else shape.longest
+    return Tiling(keys_per_chunk, block_m, max(16, block_n), 4, NUM_STAGES)
+
+
+def _shared_memory(device: torch.device) -> int:
+    """Bytes that a program may use; without end in Triton's interpreter, which runs on the CPU."""
+    if device.type != "cuda":
+        return 1 << 30
+    return int(torch.cuda.get_device_properties(device).shared_memory_per_block_optin)
+
+
+@triton.jit(do_not_specialize=["num_chunks", "keys_per_chunk"])
 def _span_attention_kernel(
     q_ptr, key_ptr, value_ptr, pages_ptr, slots_ptr, lengths_ptr, out_ptr, part_ptr, part_lse_ptr,
     scale_log2, q_stride, place_stride, pages_stride, num_chunks, keys_per_chunk,
@@ -93,7 +127,7 @@ def _span_attention_kernel(
         )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_chunks", "keys_per_chunk"])
 def _combine_kernel(
     part_ptr, part_lse_ptr, slots_ptr, lengths_ptr, out_ptr, num_chunks, keys_per_chunk,
     M: tl.constexpr, H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr,
@@ -112,7 +146,7 @@ def _combine_kernel(
     largest = tl.full([QUERIES], float("-inf"), tl.float32)
     total = tl.zeros([QUERIES], tl.float32)
     mixed = tl.zeros([QUERIES, D], tl.float32)
-    for _ in range(0, used_chunks):
+    for _ in range(used_chunks):
         lse = tl.load(part_lse_ptr + at, mask=has_query, other=0.0)
         new_largest = tl.maximum(largest, lse)
         weight, fade = tl.exp2(lse - new_largest), tl.exp2(largest - new_largest)

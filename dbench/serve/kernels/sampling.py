@@ -15,9 +15,13 @@ import triton.language as tl
 from torch import Tensor
 
 from dbench.serve.noise import Tag
+from dbench.serve.unmask import RULE_CODES
 
-RULE_CODES = {"conf_threshold": 0, "conf_quota": 1, "conf_dynamic": 2, "random": 3, "entropy": 4, "margin": 5}
-"""A key of UNMASKING_RULES -> what the kernels know it by."""
+QUOTA: tl.constexpr = tl.constexpr(RULE_CODES["conf_quota"])
+DYNAMIC: tl.constexpr = tl.constexpr(RULE_CODES["conf_dynamic"])
+RANDOM: tl.constexpr = tl.constexpr(RULE_CODES["random"])
+ENTROPY: tl.constexpr = tl.constexpr(RULE_CODES["entropy"])
+MARGIN: tl.constexpr = tl.constexpr(RULE_CODES["margin"])
 
 VOCABULARY_PARTS = 8
 LANES = 1024
@@ -74,7 +78,7 @@ def _first_of_largest(values, tokens):
     return largest, tl.min(tl.where(values == largest, tokens, 2147483647), 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first_rank"])
 def _scan_kernel(
     logits_ptr, place_ptr, count_ptr, slots_ptr, temperature_ptr, seed_ptr, block_start_ptr, step_ptr,
     floats_ptr, tokens_ptr, first_rank, vocabulary, part_size, mask_token, logits_stride, plane,
@@ -152,7 +156,7 @@ def _scan_kernel(
         tl.store(tokens_ptr + plane + at_part, noisy_token)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first_rank"])
 def _propose_kernel(
     place_ptr, count_ptr, slots_ptr, temperature_ptr, rule_ptr, floats_ptr, tokens_ptr,
     token_ptr, score_ptr, finite_ptr, first_rank, plane, L: tl.constexpr, PARTS: tl.constexpr,
@@ -184,9 +188,9 @@ def _propose_kernel(
         logit = tl.max(tl.where(picked, tl.load(floats_ptr + 5 * plane + at), float("-inf")), 0)
     rule = tl.load(rule_ptr + slot)
     score = tl.exp(logit - base) / all_total
-    if rule == 4:
+    if rule == ENTROPY:
         score = all_slope / all_total - tl.log(all_total)
-    if rule == 5:
+    if rule == MARGIN:
         score = (1.0 - tl.exp(runner_up - base)) / all_total
     is_finite = (all_total > 0) & (all_total < float("inf")) & (tl.abs(top) < float("inf"))
     tl.store(token_ptr + place, top_token)
@@ -253,14 +257,14 @@ def _unmask_kernel(
     rivals = masked[None, :]
     ahead = rivals & ((score[None, :] > score[:, None]) | ((score[None, :] == score[:, None]) & before))
     rank = tl.sum(ahead.to(tl.int32), 1)
-    limit = tl.where(rule == 4, -parameter, parameter)
+    limit = tl.where(rule == ENTROPY, -parameter, parameter)
     chosen = (score >= limit) | (rank == 0)
-    if rule == 1:
+    if rule == QUOTA:
         chosen = rank.to(tl.float32) < parameter
-    if rule == 2:
+    if rule == DYNAMIC:
         fails = masked & (rank > 0) & (score < 1 - parameter / (rank + 2).to(tl.float32))
         chosen = rank < tl.min(tl.where(fails, rank, L), 0)
-    if rule == 3:
+    if rule == RANDOM:
         seed = tl.load(seed_ptr + slot)
         zero = tl.zeros([L_PADDED], tl.uint32)
         at_step = zero + step.to(tl.uint32)
