@@ -10,6 +10,7 @@ import argparse
 import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -95,7 +96,7 @@ def seconds_of(step: Callable[[], object], repeats: int = 20) -> float:
         step()
         event.record()
     torch.cuda.synchronize()
-    times = sorted(a.elapsed_time(b) for a, b in zip(events, events[1:], strict=False))
+    times = sorted(a.elapsed_time(b) for a, b in pairwise(events))
     return times[len(times) // 2] / 1e3
 
 

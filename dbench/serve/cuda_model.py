@@ -97,7 +97,8 @@ class CudaModel:
 
     def __init__(self, config: ModelConfig, weights: Weights, refresh: RefreshAttention, sizes: PassSizes) -> None:
         device = weights.embedding_VE.device
-        self._config, self._weights, self._refresh, self._sizes = config, weights, refresh, sizes
+        self.weights = weights
+        self._config, self._refresh, self._sizes = config, refresh, sizes
         self._room = Workspace(config, sizes, weights.embedding_VE)
         self._attention = SpanAttention(config.n_heads, config.n_kv_heads, config.head_dim)
         self._tilings: dict[tuple[int, int], Tiling] = {}
@@ -117,7 +118,7 @@ class CudaModel:
 
         The refresh attention has been planned for the long spans.
         """
-        room, weights, rows, num_rows = self._room, self._weights, batch.rows, shape.num_rows
+        room, weights, rows, num_rows = self._room, self.weights, batch.rows, shape.num_rows
         x_TE = room.x_TE[:num_rows]
         torch.index_select(weights.embedding_VE, 0, rows.token_ids_T[:num_rows], out=x_TE)
         for number, layer in enumerate(weights.layers[:-1]):
@@ -138,7 +139,7 @@ class CudaModel:
 
     def logits(self, x_RE: Tensor, out_RV: Tensor) -> None:
         """[R, E] -> [R, V] in the model's number format."""
-        torch.mm(x_RE, self._weights.lm_head_VE.t(), out=out_RV)
+        torch.mm(x_RE, self.weights.lm_head_VE.t(), out=out_RV)
 
     def _project_qkv(self, number: int, layer: LayerWeights, batch: DeviceBatch, num_rows: int) -> None:
         rows, qkv_TXD = batch.rows, self._room.qkv_TXD[:num_rows]
@@ -166,7 +167,7 @@ class CudaModel:
 
     def _last_layer(self, shape: BatchShape, batch: DeviceBatch) -> None:
         """All rows get keys and values; the rest is computed for the block rows alone."""
-        rows, config, room, layer = batch.rows, self._config, self._room, self._weights.layers[-1]
+        rows, config, room, layer = batch.rows, self._config, self._room, self.weights.layers[-1]
         number, num_rows, num_spans = config.n_layers - 1, shape.num_rows, shape.num_spans
         num_block_rows, query_width = num_spans * self._sizes.block_length, config.n_heads * config.head_dim
         bias_F = layer.qkv_bias_F
@@ -188,7 +189,7 @@ class CudaModel:
         self._rotary.turn_queries(q_RHD, bias_F, rows.block_positions_BL[:num_spans].flatten())
         self._attend_pages(q_RHD, num_spans, number, batch, attended_RF)
         self._finish_layer(x_RE, attended_RF, layer, normed_RE, NO_MARKS)
-        self._normalise(x_RE, self._weights.final_norm_E, normed_RE)
+        self._normalise(x_RE, self.weights.final_norm_E, normed_RE)
 
     def _finish_layer(
         self, x_TE: Tensor, attended_TF: Tensor, layer: LayerWeights, normed_TE: Tensor, marks: Marks
@@ -213,6 +214,6 @@ class CudaModel:
             num_spans=num_spans,
             queries=num_rows * config.n_heads // config.n_kv_heads,
             kv_heads=config.n_kv_heads,
-            bytes_per_key_head=config.head_dim * self._weights.embedding_VE.element_size(),
+            bytes_per_key_head=config.head_dim * self.weights.embedding_VE.element_size(),
             longest=self._sizes.longest_canvas,
         )

@@ -38,6 +38,7 @@ from dbench.serve.op_marks import NO_MARKS, LayerMarks, Marks
 from dbench.serve.refresh_attention import RefreshAttention
 from dbench.serve.runner import Phase, Span, SpanResult, StepResult, Ticket
 from dbench.serve.sequence import BlockKey, BlockTask, SamplingParameters
+from dbench.serve.weights import Weights
 
 MAX_LOGIT_ROWS = 2048
 """Rows of logits at a time: 518 MB for a vocabulary of 126,464 in bfloat16."""
@@ -174,6 +175,11 @@ class CudaRunner:
         """KV pages for canvases."""
         assert self._kv is not None, "no pages yet"
         return self._kv.num_pages
+
+    @property
+    def weights(self) -> Weights:
+        """Those of the model."""
+        return self._model.weights
 
     # ---- before work comes ---------------------------------------------------------------------------
 

@@ -134,7 +134,10 @@ def _targets(config: ModelConfig, weights: Weights) -> dict[str, Tensor]:
 
 
 def _fill_at_random(config: ModelConfig, targets: Mapping[str, Tensor], seed: int) -> None:
-    """Norms 1, all else normal(0, init_std), each tensor from a generator of its own, so that order does not matter."""
+    """Norms 1, all else normal(0, init_std), each tensor from a generator of its own, so that order does not matter.
+
+    Drawn on the device, where 8 billion numbers take a second: CPUs and GPUs get different ones from one seed.
+    """
     names = FAMILIES[config.family].tensors
     norms = {names.final_norm, names.attn_norm, names.mlp_norm}
     for name, target in targets.items():
@@ -143,8 +146,11 @@ def _fill_at_random(config: ModelConfig, targets: Mapping[str, Tensor], seed: in
             target.fill_(1.0)
             continue
         digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
-        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
-        target.copy_(torch.empty(target.shape).normal_(0.0, config.init_std, generator=generator))
+        generator = torch.Generator(target.device).manual_seed(int.from_bytes(digest[:8], "big") >> 1)
+        if target.is_cuda:
+            target.normal_(0.0, config.init_std, generator=generator)
+        else:
+            target.copy_(torch.empty(target.shape).normal_(0.0, config.init_std, generator=generator))
 
 
 def _checkpoint_files(directory: Path) -> list[Path]:

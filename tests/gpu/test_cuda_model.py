@@ -14,13 +14,13 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from dbench.models import size_directory  # noqa: E402
-from dbench.serve.attention import ATTENTION_BACKENDS  # noqa: E402
-from dbench.serve.batch import SlotSizes, SlotTable, pack  # noqa: E402
-from dbench.serve.cuda_batch import lay_out  # noqa: E402
-from dbench.serve.cuda_model import CudaModel, DeviceBatch, PassSizes  # noqa: E402
-from dbench.serve.families import FAMILIES, ModelConfig, read_model_config  # noqa: E402
-from dbench.serve.kernels.layout import (  # noqa: E402
+from dbench.models import size_directory
+from dbench.serve.attention import ATTENTION_BACKENDS
+from dbench.serve.batch import SlotSizes, SlotTable, pack
+from dbench.serve.cuda_batch import lay_out
+from dbench.serve.cuda_model import CudaModel, DeviceBatch, PassSizes
+from dbench.serve.families import FAMILIES, ModelConfig, read_model_config
+from dbench.serve.kernels.layout import (
     SlotPlaces,
     SpanTable,
     attach_slot,
@@ -28,12 +28,12 @@ from dbench.serve.kernels.layout import (  # noqa: E402
     pack_rows,
     row_buffers,
 )
-from dbench.serve.kv import KvPool  # noqa: E402
-from dbench.serve.model import Model  # noqa: E402
-from dbench.serve.refresh_attention import SdpaRagged  # noqa: E402
-from dbench.serve.runner import Phase, Span  # noqa: E402
-from dbench.serve.sequence import BlockKey, BlockTask, SamplingParameters  # noqa: E402
-from dbench.serve.weights import Weights, WeightSource, load_weights  # noqa: E402
+from dbench.serve.kv import KvPool
+from dbench.serve.model import Model
+from dbench.serve.refresh_attention import SdpaRagged
+from dbench.serve.runner import Phase, Span
+from dbench.serve.sequence import BlockKey, BlockTask, SamplingParameters
+from dbench.serve.weights import Weights, WeightSource, load_weights
 
 pytestmark = pytest.mark.gpu
 
@@ -117,9 +117,7 @@ class BothPaths:
             last_place=self.fast.kv.last_place,
         )
         self.refresh.plan(layout.shape.long_lengths)
-        self.cuda_model.forward(
-            layout.shape, DeviceBatch(rows, table[1], slots.pages_SN, slots.length_S, self.fast.kv)
-        )
+        self.cuda_model.forward(layout.shape, DeviceBatch(rows, table[1], slots.pages_SN, slots.length_S, self.fast.kv))
         hidden_RE = self.cuda_model.hidden(len(spans) * BLOCK)
         wanted = (batch.span_R * BLOCK + batch.offset_R).to(DEVICE)
         fast_RV = torch.empty(len(wanted), self.config.vocab_size, device=DEVICE)
