@@ -46,7 +46,7 @@ class CudaSettings:
 
 def build_cuda_runner(config: RunnerConfig, settings: CudaSettings) -> CudaRunner:
     """Load, reserve, capture and warm up. Raises ModelError, OptionError or ServerStartError for what cannot be."""
-    device = torch.device(config.device)
+    device = torch.device("cuda", torch.device(config.device).index or 0)
     torch.cuda.set_device(device)
     dtype = DTYPES[config.dtype]
     model_config = read_model_config(config.model_dir)
