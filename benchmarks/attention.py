@@ -1,7 +1,7 @@
 """Decode attention as a captured step runs it: dbench's kernel by tiling, FlashInfer's, and the floor.
 
 A floor is the larger of bytes of K and V over the copy bandwidth measured here and arithmetic over 510 TFLOP/s.
-    python benchmarks/attention.py [--json FILE] [--keys 2750] [--quick]
+    python benchmarks/attention.py [--json FILE] [--keys 2750]
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ PAGE_SIZE = 16
 NUM_LAYERS = 4
 ARITHMETIC_FLOPS = 510e12
 SEQUENCES = (1, 4, 8, 16, 32, 64)
+DREAM_CUTS = ((64, 128, 4), (128, 64, 4), (128, 128, 8), (256, 64, 8), (256, 128, 8))
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,11 +115,11 @@ def seconds_in_graph(layer: Callable[[int], None]) -> float:
     return seconds_of(graph.replay) / NUM_LAYERS
 
 
-def own_kernel(work: Workload, tiling: Tiling, out: Tensor, longest: int) -> Callable[[int], None]:
+def own_kernel(work: Workload, tiling: Tiling, out: Tensor) -> Callable[[int], None]:
     shape = work.shape
     attention = SpanAttention(shape.heads, shape.kv_heads, shape.head_dim)
-    attention.reserve(work.num_spans, shape.rows, longest, tiling, out.device)
-    keys = SpanKeys(work.slots, work.pages, work.lengths, longest, PAGE_SIZE)
+    attention.reserve(work.num_spans, shape.rows, tiling, out.device)
+    keys = SpanKeys(work.slots, work.pages, work.lengths, PAGE_SIZE)
     return lambda layer: attention.run(work.q, work.kv[layer], keys, tiling, out)
 
 
@@ -149,16 +150,17 @@ def flashinfer_kernel(work: Workload, backend: str, out: Tensor) -> Callable[[in
     return lambda layer: wrapper.run(work.q, (paged[layer, 0], paged[layer, 1]), out=heads_out)
 
 
-def tilings(shape: Shape, quick: bool) -> list[Tiling]:
-    chunks = (256, 512, 1024, 2048, 4096)
+def tilings(shape: Shape, num_spans: int) -> list[Tiling]:
     if shape.heads == shape.kv_heads:
-        cuts = [(32, n, 4, stages) for n in (32, 64, 128) for stages in (2, 3, 4)]
+        cuts = [(32, n, 4, stages) for n in (64, 128) for stages in (2, 3, 4)]
+        chunks = [c for c in (1, 2, 4, 6, 8) if c * num_spans <= 16]
     else:
-        cuts = [(m, n, warps, stages) for m in (64, 128) for n in (64, 128) for warps in (4, 8) for stages in (2, 3)]
-    return [Tiling(chunk, *cut) for cut in (cuts[:1] if quick else cuts) for chunk in chunks]
+        cuts = [(m, n, warps, stages) for m, n, warps in DREAM_CUTS for stages in (2, 3)]
+        chunks = [c for c in (1, 2, 4, 8, 16) if c * num_spans <= 32]
+    return [Tiling(count, *cut) for cut in cuts for count in chunks or [1]]
 
 
-def measure(work: Workload, bandwidth: float, longest: int, quick: bool) -> dict[str, Any]:
+def measure(work: Workload, bandwidth: float) -> dict[str, Any]:
     shape = work.shape
     out = torch.empty(len(work.q), shape.heads * shape.head_dim, dtype=torch.bfloat16, device="cuda")
     floor = max(work.kv_bytes / bandwidth, work.flops / ARITHMETIC_FLOPS)
@@ -173,9 +175,9 @@ def measure(work: Workload, bandwidth: float, longest: int, quick: bool) -> dict
         reference = out.float()
     assert reference is not None
     own = []
-    for tiling in tilings(shape, quick):
+    for tiling in tilings(shape, work.num_spans):
         try:
-            layer = own_kernel(work, tiling, out, longest)
+            layer = own_kernel(work, tiling, out)
             layer(0)
             worst = (out.float() - reference).abs().max().item()
             own.append({**asdict(tiling), "us": seconds_in_graph(layer) * 1e6, "worst_difference": worst})
@@ -189,22 +191,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--json", type=Path)
     parser.add_argument("--keys", type=int, default=2750)
-    parser.add_argument("--longest", type=int, default=4096, help="longest canvas that a captured step must serve")
     parser.add_argument("--sequences", type=int, nargs="*", default=SEQUENCES)
-    parser.add_argument("--quick", action="store_true")
     arguments = parser.parse_args()
     bandwidth = copy_bandwidth()
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, copy {bandwidth / 1e12:.2f} TB/s")
-    print("model     seqs  floor  fa2   fa3   dbench us (chunk, m, n, warps, stages)")
+    print("model     seqs  floor  fa2   fa3   dbench us (chunks, m, n, warps, stages)")
     results = []
     for shape in SHAPES:
         for num_spans in arguments.sequences:
             work = workload(shape, num_spans, arguments.keys)
-            found = measure(work, bandwidth, arguments.longest, arguments.quick)
+            found = measure(work, bandwidth)
             results.append(found)
             best = found["dbench"][:3]
             tiles = "  ".join(
-                f"{t['us']:.0f} ({t['keys_per_chunk']},{t['block_m']},{t['block_n']},{t['num_warps']},"
+                f"{t['us']:.0f} ({t['num_chunks']},{t['block_m']},{t['block_n']},{t['num_warps']},"
                 f"{t['num_stages']}; diff {t['worst_difference']:.3f})"
                 for t in best
                 if "us" in t

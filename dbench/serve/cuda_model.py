@@ -105,7 +105,7 @@ class CudaModel:
         for rows in {sizes.short_rows, sizes.block_length}:
             for num_spans in range(1, sizes.num_spans + 1):
                 tiling = choose_tiling(self._launch_shape(num_spans, rows), device)
-                self._attention.reserve(num_spans, rows, sizes.longest_canvas, tiling, device)
+                self._attention.reserve(num_spans, rows, tiling, device)
                 self._tilings[num_spans, rows] = tiling
         half = torch.arange(0, config.head_dim, 2, dtype=torch.float32, device=device)
         frequencies = 1.0 / config.rope_theta ** (half / config.head_dim)
@@ -158,10 +158,7 @@ class CudaModel:
             self._refresh.run(qkv_TXD[:, :heads], qkv_TXD[:, heads:key_end], qkv_TXD[:, key_end:], out_THD)
 
     def _attend_pages(self, q_RHD: Tensor, num_spans: int, number: int, batch: DeviceBatch, out_RF: Tensor) -> None:
-        sizes = self._sizes
-        keys = SpanKeys(
-            batch.slots_B[:num_spans], batch.pages_SN, batch.length_S, sizes.longest_canvas, sizes.page_size
-        )
+        keys = SpanKeys(batch.slots_B[:num_spans], batch.pages_SN, batch.length_S, self._sizes.page_size)
         tiling = self._tilings[num_spans, len(q_RHD) // num_spans]
         self._attention.run(q_RHD, batch.kv.layer(number), keys, tiling, out_RF)
 

@@ -121,18 +121,19 @@ def test_queries_and_keys_are_turned_and_keys_and_values_stored(heads: int, kv_h
 
 @pytest.mark.parametrize("dtype", [torch.float32, HALF])
 @pytest.mark.parametrize(("heads", "kv_heads", "rows"), [(2, 2, 8), (6, 2, 9)])
-@pytest.mark.parametrize("chunk", [32, 1024])
-def test_span_attention_is_attention(dtype: torch.dtype, heads: int, kv_heads: int, rows: int, chunk: int) -> None:
+@pytest.mark.parametrize("chunks", [1, 4])
+def test_span_attention_is_attention(dtype: torch.dtype, heads: int, kv_heads: int, rows: int, chunks: int) -> None:
     dim, page_size, lengths = 32, 16, [100, 33, 64]
     pages = torch.randperm(24, generator=torch.Generator().manual_seed(1)).view(3, 8)
     pool = random_tensor(2, 24 * page_size, kv_heads, dim, dtype=dtype)
     slots = integers([2, 0])
     wide = random_tensor(2 * rows, heads + 3, dim, seed=4, dtype=dtype)
     q, out = wide[:, :heads], torch.empty(2 * rows, heads * dim, dtype=dtype, device=DEVICE)
-    attention, tiling = SpanAttention(heads, kv_heads, dim), Tiling(chunk, 16, 16, 4, 2)
-    attention.reserve(2, rows, 128, tiling, DEVICE)
-    keys = SpanKeys(slots, pages.to(DEVICE), integers(lengths), 128, page_size)
-    attention.run(q, pool, keys, tiling, out)
+    attention, tiling = SpanAttention(heads, kv_heads, dim), Tiling(chunks, 16, 16, 4, 2)
+    attention.reserve(2, rows, tiling, DEVICE)
+    keys = SpanKeys(slots, pages.to(DEVICE), integers(lengths), page_size)
+    for _ in range(2):  # the second run finds its counters as the first did
+        attention.run(q, pool, keys, tiling, out)
     for span, slot in enumerate(slots.tolist()):
         key = torch.arange(lengths[slot])
         place = (pages[slot][key // page_size] * page_size + key % page_size).to(DEVICE)

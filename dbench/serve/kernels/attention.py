@@ -2,7 +2,8 @@
 
 A span has a few dozen query rows (a block) and thousands of keys (its canvas), so reading K and V once is the cost.
 One program reads one chunk of keys of one sequence and KV head for a tile of query rows; the heads of a group share
-the tile. Everything it needs to know lies on the device, so a captured launch serves every batch of its size.
+the tile. Of the programs that share a sequence, head and tile, the last to end combines their results. Everything
+they need to know lies on the device, so a captured launch serves every batch of its size.
 
 The algorithm is split-K flash decoding (Dao, Haziza, Massa and Sizov, "Flash-Decoding for long-context inference",
 2023). Shapes: B spans, M query rows of a span, H query heads, K KV heads, G = H / K, D head dim, Q = M x G query
@@ -23,6 +24,8 @@ LOG2_E = 1.4426950408889634
 
 
 NUM_STAGES = 2
+FEWEST_KEYS_PER_CHUNK = 256
+"""Of the longest canvas: shorter chunks cost more in combining than they bring."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +45,8 @@ class LaunchShape:
 class Tiling:
     """How the work of a launch is cut; a matter of speed alone."""
 
-    keys_per_chunk: int
+    num_chunks: int
+    """Parts that the keys of every sequence are cut into."""
     block_m: int
     block_n: int
     num_warps: int
@@ -51,40 +55,73 @@ class Tiling:
 
 def choose_tiling(shape: LaunchShape, device: torch.device) -> Tiling:
     """What was fastest on an H200 for such a launch (benchmarks/attention.py), cut down where memory is smaller."""
-    block_m = next((m for m in (16, 32, 64) if shape.queries <= m), 64 if shape.num_spans == 1 else 128)
+    block_m = next((m for m in (16, 32, 64, 128) if shape.queries <= m), 128)
     block_n = 64 if block_m == 128 else 128
-    while 2 * NUM_STAGES * block_n * shape.bytes_per_key_head > _shared_memory(device) * 3 // 4:
+    limits = _DeviceLimits.of(device)
+    while 2 * NUM_STAGES * block_n * shape.bytes_per_key_head > limits.shared_memory * 3 // 4:
         block_n //= 2
     programs = shape.num_spans * shape.kv_heads * triton.cdiv(shape.queries, block_m)
-    keys_per_chunk = 512 if programs <= 32 else 1024 if programs <= 128 else shape.longest
-    return Tiling(keys_per_chunk, block_m, max(16, block_n), 4, NUM_STAGES)
+    num_chunks = max(1, min(2 * limits.num_processors // programs, shape.longest // FEWEST_KEYS_PER_CHUNK))
+    return Tiling(num_chunks, block_m, max(16, block_n), 4, NUM_STAGES)
 
 
-def _shared_memory(device: torch.device) -> int:
-    """Bytes that a program may use; without end in Triton's interpreter, which runs on the CPU."""
-    if device.type != "cuda":
-        return 1 << 30
-    return int(torch.cuda.get_device_properties(device).shared_memory_per_block_optin)
+@dataclass(frozen=True, slots=True)
+class _DeviceLimits:
+    num_processors: int
+    shared_memory: int
+    """Bytes that a program may use."""
+
+    @staticmethod
+    def of(device: torch.device) -> _DeviceLimits:
+        """Of a CUDA device; Triton's interpreter, which runs on the CPU, has none to speak of."""
+        if device.type != "cuda":
+            return _DeviceLimits(8, 1 << 30)
+        properties = torch.cuda.get_device_properties(device)
+        return _DeviceLimits(properties.multi_processor_count, properties.shared_memory_per_block_optin)
 
 
-@triton.jit(do_not_specialize=["num_chunks", "keys_per_chunk"])
+@triton.jit
+def _attend(
+    q, key_ptr, value_ptr, pages_ptr, head_at, first, end, scale_log2, place_stride, mixed, total, largest,
+    PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, IS_PARTIAL: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Take BLOCK_N keys from `first` on into the running result; with IS_PARTIAL only those before `end`."""
+    key = first + tl.arange(0, BLOCK_N)
+    if IS_PARTIAL:
+        key = tl.minimum(key, end - 1)
+    page = tl.load(pages_ptr + key // PAGE_SIZE).to(tl.int64)
+    place = (page * PAGE_SIZE + key % PAGE_SIZE) * place_stride
+    k = tl.load(key_ptr + place[:, None] + head_at[None, :])
+    score = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+    if IS_PARTIAL:
+        score = tl.where((first + tl.arange(0, BLOCK_N) < end)[None, :], score, float("-inf"))
+    new_largest = tl.maximum(largest, tl.max(score, 1) * scale_log2)
+    weight = tl.exp2(score * scale_log2 - new_largest[:, None])
+    fade = tl.exp2(largest - new_largest)
+    total = total * fade + tl.sum(weight, 1)
+    v = tl.load(value_ptr + place[:, None] + head_at[None, :])
+    mixed = tl.dot(weight.to(v.dtype), v, mixed * fade[:, None], input_precision=PRECISION)
+    return mixed, total, new_largest
+
+
+@triton.jit(do_not_specialize=["num_chunks"])
 def _span_attention_kernel(
-    q_ptr, key_ptr, value_ptr, pages_ptr, slots_ptr, lengths_ptr, out_ptr, part_ptr, part_lse_ptr,
-    scale_log2, q_stride, place_stride, pages_stride, num_chunks, keys_per_chunk,
+    q_ptr, key_ptr, value_ptr, pages_ptr, slots_ptr, lengths_ptr, out_ptr, part_ptr, part_lse_ptr, counter_ptr,
+    scale_log2, q_stride, place_stride, pages_stride, num_chunks,
     M: tl.constexpr, H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, PAGE_SIZE: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, IS_SPLIT: tl.constexpr,
-    PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, IS_SPLIT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     G: tl.constexpr = H // K
     TILES: tl.constexpr = (M * G + BLOCK_M - 1) // BLOCK_M
     head, tile = tl.program_id(0) % K, tl.program_id(0) // K
     chunk, span = tl.program_id(1), tl.program_id(2)
     slot = tl.load(slots_ptr + span).to(tl.int64)
-    num_keys = tl.load(lengths_ptr + slot)
+    num_keys = tl.load(lengths_ptr + slot).to(tl.int32)
+    keys_per_chunk = tl.cdiv(tl.cdiv(num_keys, num_chunks), BLOCK_N) * BLOCK_N
     first_key = chunk * keys_per_chunk
     if first_key >= num_keys:
         return
-    last_key = tl.minimum(first_key + keys_per_chunk, num_keys)
+    end = tl.minimum(first_key + keys_per_chunk, num_keys)
 
     query = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     has_query = query < M * G
@@ -99,70 +136,48 @@ def _span_attention_kernel(
     mixed = tl.zeros([BLOCK_M, D], tl.float32)
     pages_ptr += slot * pages_stride
     head_at = head * D + column
-    for first in range(first_key, last_key, BLOCK_N):
-        key = first + tl.arange(0, BLOCK_N)
-        near = tl.minimum(key, num_keys - 1)
-        page = tl.load(pages_ptr + near // PAGE_SIZE).to(tl.int64)
-        place = (page * PAGE_SIZE + near % PAGE_SIZE) * place_stride
-        k = tl.load(key_ptr + place[:, None] + head_at[None, :])
-        score = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale_log2
-        score = tl.where((key < last_key)[None, :], score, float("-inf"))
-        new_largest = tl.maximum(largest, tl.max(score, 1))
-        weight = tl.exp2(score - new_largest[:, None])
-        fade = tl.exp2(largest - new_largest)
-        total = total * fade + tl.sum(weight, 1)
-        v = tl.load(value_ptr + place[:, None] + head_at[None, :])
-        mixed = tl.dot(weight.to(v.dtype), v, mixed * fade[:, None], input_precision=PRECISION)
-        largest = new_largest
-    mixed = mixed / total[:, None]
-    if IS_SPLIT:
-        at = (span * num_chunks + chunk).to(tl.int64) * (K * TILES * BLOCK_M) + tl.program_id(0) * BLOCK_M
-        at = at + tl.arange(0, BLOCK_M)
-        tl.store(part_ptr + at[:, None] * D + column[None, :], mixed.to(part_ptr.dtype.element_ty))
-        tl.store(part_lse_ptr + at, largest + tl.log2(total))
-    else:
-        tl.store(
-            out_ptr + (row.to(tl.int64) * H + q_head)[:, None] * D + column[None, :],
-            mixed.to(out_ptr.dtype.element_ty), mask=has_query[:, None],
+    whole_end = first_key + (end - first_key) // BLOCK_N * BLOCK_N
+    for first in range(first_key, whole_end, BLOCK_N):
+        mixed, total, largest = _attend(
+            q, key_ptr, value_ptr, pages_ptr, head_at, first, end, scale_log2, place_stride, mixed, total, largest,
+            PAGE_SIZE, BLOCK_N, False, PRECISION,
         )  # fmt: skip
+    if whole_end < end:
+        mixed, total, largest = _attend(
+            q, key_ptr, value_ptr, pages_ptr, head_at, whole_end, end, scale_log2, place_stride, mixed, total, largest,
+            PAGE_SIZE, BLOCK_N, True, PRECISION,
+        )  # fmt: skip
+    out_at = (row.to(tl.int64) * H + q_head)[:, None] * D + column[None, :]
+    if not IS_SPLIT:
+        result = mixed / total[:, None]
+        tl.store(out_ptr + out_at, result.to(out_ptr.dtype.element_ty), mask=has_query[:, None])
+        return
 
-
-@triton.jit(do_not_specialize=["num_chunks", "keys_per_chunk"])
-def _combine_kernel(
-    part_ptr, part_lse_ptr, slots_ptr, lengths_ptr, out_ptr, num_chunks, keys_per_chunk,
-    M: tl.constexpr, H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr,
-    QUERIES: tl.constexpr,
-):  # fmt: skip
-    G: tl.constexpr = H // K
-    TILES: tl.constexpr = (M * G + BLOCK_M - 1) // BLOCK_M
-    head, part, span = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    slot = tl.load(slots_ptr + span).to(tl.int64)
-    used_chunks = tl.cdiv(tl.load(lengths_ptr + slot), keys_per_chunk)
-    query = part * QUERIES + tl.arange(0, QUERIES)
-    has_query = query < M * G
-    column = tl.arange(0, D)
-    at = (query // BLOCK_M * K + head) * BLOCK_M + query % BLOCK_M
-    at = (span * num_chunks).to(tl.int64) * (K * TILES * BLOCK_M) + at
-    largest = tl.full([QUERIES], float("-inf"), tl.float32)
-    total = tl.zeros([QUERIES], tl.float32)
-    mixed = tl.zeros([QUERIES, D], tl.float32)
-    for _ in range(used_chunks):
-        lse = tl.load(part_lse_ptr + at, mask=has_query, other=0.0)
+    CHUNK_STRIDE: tl.constexpr = K * TILES * BLOCK_M
+    part_at = span.to(tl.int64) * num_chunks * CHUNK_STRIDE + tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    here = part_at + chunk * CHUNK_STRIDE
+    tl.store(part_ptr + here[:, None] * D + column[None, :], mixed / total[:, None])
+    tl.store(part_lse_ptr + here, largest + tl.log2(total))
+    tl.debug_barrier()  # all of the program's stores, before one of its threads tells of them
+    counter = counter_ptr + span * (K * TILES) + tl.program_id(0)
+    num_used = tl.cdiv(num_keys, keys_per_chunk)
+    if tl.atomic_add(counter, 1, sem="acq_rel") < num_used - 1:
+        return
+    tl.store(counter, 0)  # the last chunk to arrive combines them all
+    largest = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    mixed = tl.zeros([BLOCK_M, D], tl.float32)
+    for number in range(num_used):
+        there = part_at + number * CHUNK_STRIDE
+        lse = tl.load(part_lse_ptr + there, cache_modifier=".cg")
+        piece = tl.load(part_ptr + there[:, None] * D + column[None, :], cache_modifier=".cg")
         new_largest = tl.maximum(largest, lse)
         weight, fade = tl.exp2(lse - new_largest), tl.exp2(largest - new_largest)
-        piece = tl.load(part_ptr + at[:, None] * D + column[None, :], mask=has_query[:, None], other=0.0)
-        mixed = mixed * fade[:, None] + piece.to(tl.float32) * weight[:, None]
+        mixed = mixed * fade[:, None] + piece * weight[:, None]
         total = total * fade + weight
         largest = new_largest
-        at += K * TILES * BLOCK_M
-    row = (span * M + query // G).to(tl.int64)
-    tl.store(
-        out_ptr + (row * H + head * G + query % G)[:, None] * D + column[None, :],
-        (mixed / total[:, None]).to(out_ptr.dtype.element_ty), mask=has_query[:, None],
-    )  # fmt: skip
-
-
-COMBINED_QUERIES = 16
+    result = mixed / total[:, None]
+    tl.store(out_ptr + out_at, result.to(out_ptr.dtype.element_ty), mask=has_query[:, None])
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,8 +188,6 @@ class SpanKeys:
     pages_SN: Tensor
     lengths_S: Tensor
     """Keys of each slot, at least 1."""
-    longest: int
-    """No slot has more."""
     page_size: int
 
 
@@ -185,17 +198,19 @@ class SpanAttention:
         self._heads, self._kv_heads, self._head_dim = num_heads, num_kv_heads, head_dim
         self._parts: Tensor | None = None
         self._lse: Tensor | None = None
+        self._counters: Tensor | None = None
 
-    def reserve(self, num_spans: int, num_rows: int, longest: int, tiling: Tiling, device: torch.device) -> None:
+    def reserve(self, num_spans: int, num_rows: int, tiling: Tiling, device: torch.device) -> None:
         """Room for a launch of this size; a later call never makes it smaller."""
-        chunks = triton.cdiv(longest, tiling.keys_per_chunk)
-        if chunks == 1:
+        num_programs = num_spans * self._kv_heads * triton.cdiv(self._queries(num_rows), tiling.block_m)
+        num_parts = num_programs * tiling.num_chunks * tiling.block_m
+        if tiling.num_chunks == 1:
             return
-        queries = num_rows * self._heads // self._kv_heads
-        num_parts = num_spans * chunks * self._kv_heads * triton.cdiv(queries, tiling.block_m) * tiling.block_m
         if self._lse is None or len(self._lse) < num_parts:
             self._parts = torch.empty(num_parts, self._head_dim, dtype=torch.float32, device=device)
             self._lse = torch.empty(num_parts, dtype=torch.float32, device=device)
+        if self._counters is None or len(self._counters) < num_programs:
+            self._counters = torch.zeros(num_programs, dtype=torch.int32, device=device)
 
     def run(self, q_RHD: Tensor, kv_2PKD: Tensor, keys: SpanKeys, tiling: Tiling, out_RF: Tensor) -> None:
         """Every span's rows over all keys of its slot, [B x M, H, D] -> [B x M, H x D]. Does not wait.
@@ -204,20 +219,18 @@ class SpanAttention:
         """
         heads, kv_heads, head_dim = self._heads, self._kv_heads, self._head_dim
         num_spans, num_rows = len(keys.slots_B), len(q_RHD) // len(keys.slots_B)
-        queries = num_rows * heads // kv_heads
-        chunks = triton.cdiv(keys.longest, tiling.keys_per_chunk)
-        parts, lse = (out_RF, out_RF) if self._parts is None or self._lse is None else (self._parts, self._lse)
-        _span_attention_kernel[(kv_heads * triton.cdiv(queries, tiling.block_m), chunks, num_spans)](
-            q_RHD, kv_2PKD[0], kv_2PKD[1], keys.pages_SN, keys.slots_B, keys.lengths_S, out_RF, parts, lse,
-            LOG2_E / math.sqrt(head_dim), q_RHD.stride(0), kv_2PKD.stride(1), keys.pages_SN.stride(0), chunks,
-            tiling.keys_per_chunk, M=num_rows, H=heads, K=kv_heads, D=head_dim, PAGE_SIZE=keys.page_size,
-            BLOCK_M=tiling.block_m, BLOCK_N=tiling.block_n, IS_SPLIT=chunks > 1,
+        is_split = tiling.num_chunks > 1
+        parts, lse, counters = (self._parts, self._lse, self._counters) if is_split else (out_RF, out_RF, out_RF)
+        tiles = triton.cdiv(self._queries(num_rows), tiling.block_m)
+        _span_attention_kernel[(kv_heads * tiles, tiling.num_chunks, num_spans)](
+            q_RHD, kv_2PKD[0], kv_2PKD[1], keys.pages_SN, keys.slots_B, keys.lengths_S, out_RF, parts, lse, counters,
+            LOG2_E / math.sqrt(head_dim), q_RHD.stride(0), kv_2PKD.stride(1), keys.pages_SN.stride(0),
+            tiling.num_chunks, M=num_rows, H=heads, K=kv_heads, D=head_dim, PAGE_SIZE=keys.page_size,
+            BLOCK_M=tiling.block_m, BLOCK_N=tiling.block_n, IS_SPLIT=is_split,
             PRECISION="ieee" if q_RHD.dtype == torch.float32 else "tf32",
             num_warps=tiling.num_warps, num_stages=tiling.num_stages,
         )  # fmt: skip
-        if chunks > 1:
-            _combine_kernel[(kv_heads, triton.cdiv(queries, COMBINED_QUERIES), num_spans)](
-                parts, lse, keys.slots_B, keys.lengths_S, out_RF, chunks, tiling.keys_per_chunk,
-                M=num_rows, H=heads, K=kv_heads, D=head_dim, BLOCK_M=tiling.block_m,
-                QUERIES=COMBINED_QUERIES, num_warps=4,
-            )  # fmt: skip
+
+    def _queries(self, num_rows: int) -> int:
+        """Query rows of one KV head."""
+        return num_rows * self._heads // self._kv_heads
