@@ -23,7 +23,7 @@ from dbench.serve.engine import Engine
 from dbench.serve.fake_runner import FakeRunner, FakeScript, SystemClock
 from dbench.serve.pages import PagePool
 from dbench.serve.recorder import Recorder
-from dbench.serve.server import build_hub
+from dbench.serve.server import build_hub, worker_terms
 from dbench.serve.status import ServerDescription
 from dbench.serve.wire import PollState
 from dbench.serve.wire_link import Hello, Ready
@@ -107,7 +107,7 @@ class ThreadWorker:
         page_size = self._deployment.options.kv_page_size
         runner = FakeRunner(self._script, page_size=page_size, clock=SystemClock())
         try:
-            wait_for_welcome(self.stream, self._worker_id)
+            assert wait_for_welcome(self.stream).worker_id == self._worker_id
             engine = Engine(runner, PagePool(self.num_pages, page_size), limits, worker_id=self._worker_id)
             self.stream.send(Ready(self.num_pages, page_size, limits.max_model_len))
             WorkerLoop(engine, self.stream).run()
@@ -126,7 +126,8 @@ class ServerInThisProcess:
         self.recorder = recorder or Recorder(None)
         self.hub = build_hub(self.deployment, self.service, self.recorder)
         description = ServerDescription(self.deployment, self.config_json, '{"machine":"test"}', "", 0.0)
-        self.endpoint = Endpoint(self.hub, self.service, WORKER_KEY, lambda: description.status(self.hub))
+        self.terms = replace(worker_terms(self.deployment, self.service), worker_key=WORKER_KEY)
+        self.endpoint = Endpoint(self.hub, self.service, self.terms, lambda: description.status(self.hub))
         self.workers: list[ThreadWorker] = []
 
     async def __aenter__(self) -> ServerInThisProcess:
