@@ -196,7 +196,9 @@ class Fleet:
     @property
     def can_still_work(self) -> bool:
         """A worker is ready or may become so."""
-        return bool(self.in_phase(WorkerPhase.READY, WorkerPhase.STARTING, WorkerPhase.AWAITED))
+        if self.in_phase(WorkerPhase.READY, WorkerPhase.STARTING, WorkerPhase.AWAITED):
+            return True
+        return any(self._is_awaited_after(worker) for worker in self.in_phase(WorkerPhase.DRAINING))
 
     def find_hanging(self, now_s: float, timeout_s: float) -> list[tuple[int, str]]:
         """Workers of which too little is heard, and what; to be called every second or so.
@@ -244,12 +246,20 @@ class Fleet:
         was_drained = worker.phase is WorkerPhase.DRAINING
         worker.num_losses += not was_drained
         self.last_loss = why
-        if worker.is_remote:
-            is_awaited = not self.is_closing and (not was_drained or worker.worker_id < self.num_expected)
-        else:
-            is_awaited = self.awaits_lost and not was_drained
         gone = WorkerPhase.ENDED if was_drained else WorkerPhase.LOST
-        worker.leave(WorkerPhase.AWAITED if is_awaited else gone, now_s)
+        worker.leave(WorkerPhase.AWAITED if self._is_awaited_after(worker) else gone, now_s)
+
+    def _is_awaited_after(self, worker: Worker) -> bool:
+        """Whether blocks wait for it, or for another in its place, when its stream has ended."""
+        was_drained = worker.phase is WorkerPhase.DRAINING
+        if worker.is_remote:
+            return not self.is_closing and (not was_drained or worker.worker_id < self.num_expected)
+        return self.awaits_lost and not was_drained
+
+    @property
+    def takes_remote(self) -> bool:
+        """Some worker comes, or came, from elsewhere."""
+        return any(worker.is_remote for worker in self.workers.values())
 
     def route(self, policy: PrefillRoute, state: RouteState, canvas_length: int, avoid: int | None) -> Worker | None:
         """The worker that takes a canvas; `avoid` only when nobody else is there. None: nobody is ready."""

@@ -365,7 +365,8 @@ class Scheduler:
         return tracked
 
     def _no_worker_left(self) -> str:
-        return f"no worker is left; {self.fleet.last_loss or 'all of them have ended'}; restart the server"
+        hint = "start one with 'dbench worker'" if self.fleet.takes_remote else "restart the server"
+        return f"no worker is left; {self.fleet.last_loss or 'all of them have ended'}; {hint}"
 
     def _emit(self, event: Event) -> None:
         self._output.events.append(event)

@@ -23,8 +23,8 @@ from dbench.serve.handover import WorkerConfig
 from dbench.serve.pages import PagePool
 from dbench.serve.runner import Runner
 from dbench.serve.sequence import BlockEnd, BlockKey, BlockOutcome, BlockTask, Fault
-from dbench.serve.wire_link import CancelBlock, Drain, Fatal, Hello, Leaving, Ready, Welcome
-from dbench.serve.worker_stream import BlockArrived, Incoming, LeaveAsked, Report, StreamEnded, WorkerStream
+from dbench.serve.wire_link import CancelBlock, Drain, Fatal, Hello, Ready, Welcome
+from dbench.serve.worker_stream import BlockArrived, Incoming, Report, StreamEnded, WorkerStream
 
 SWITCH_INTERVAL_S = 0.0005
 """Python's default of 5 ms, for which a busy I/O thread may hold up the engine, is a whole decode step."""
@@ -79,8 +79,6 @@ class WorkerLoop:
                     self._take(task, at_s)
                 case CancelBlock(key):
                     self._engine.cancel(key)
-                case LeaveAsked():
-                    self._stream.send(Leaving())
                 case Drain():
                     self._is_draining = True
                     self._drained_by_s = time.monotonic() + self._drain_timeout_s

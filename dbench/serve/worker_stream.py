@@ -75,12 +75,7 @@ class StreamEnded:
     """The scheduler does not want this worker, and would not later either."""
 
 
-@dataclass(frozen=True, slots=True)
-class LeaveAsked:
-    """Somebody on this side wants the worker to end."""
-
-
-Incoming = Welcome | BlockArrived | CancelBlock | Drain | StreamEnded | LeaveAsked
+Incoming = Welcome | BlockArrived | CancelBlock | Drain | StreamEnded
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,8 +115,8 @@ class WorkerStream:
         self._outbox.put(message)
 
     def ask_to_leave(self) -> None:
-        """Put the wish to end among the commands; may be called by a signal handler."""
-        self._inbox.put(LeaveAsked())
+        """Ask for a Drain, which comes among the commands; may be called by a signal handler."""
+        self._outbox.put(Leaving())
 
     @contextmanager
     def iteration(self) -> Iterator[None]:
