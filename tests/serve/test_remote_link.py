@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -27,7 +28,8 @@ STRANGER = Hello(WORKER_KEY, None, "cpu", 1, host="elsewhere", instance="a")
 
 
 def server_with(**given: object) -> ServerInThisProcess:
-    return ServerInThisProcess(worker_key=WORKER_KEY, **{"gpus": "cpu", **given})
+    options: dict[str, Any] = {"gpus": "cpu", "worker_key": WORKER_KEY, **given}
+    return ServerInThisProcess(**options)
 
 
 async def first_answer(address: str, hello: Hello) -> Welcome | StreamEnded:
