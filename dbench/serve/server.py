@@ -209,6 +209,7 @@ async def _all_ready(hub: Hub, local: LocalWorkers, stop: Stop, timeout_s: float
     try:
         await asyncio.wait(waits, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
         if stopped.done():
+            logger.info("the server was stopped while it was starting")
             return False
         if ended.done():
             worker = ended.result()
