@@ -50,9 +50,9 @@ def serving(folder: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
 
 def starting(folder: Path, said: IO[str]) -> subprocess.Popen[str]:
     """`dbench serve` whose workers have processes and are not ready; its standard error goes to `said`."""
+    options = ("--gpus", "cpu,cpu", "--scheduler-port", "0", "--log-level", "debug")
     process = subprocess.Popen(
-        (sys.executable, "-m", "dbench", "serve", "embedded", "--gpus", "cpu,cpu", "--scheduler-port", "0")
-        + ("--log-level", "debug", "--metrics-output-dir", str(folder)),
+        (sys.executable, "-m", "dbench", "serve", "embedded", *options, "--metrics-output-dir", str(folder)),
         env=ENVIRONMENT,
         stdout=subprocess.PIPE,
         stderr=said,
