@@ -19,7 +19,8 @@ def worker_command(invocation: Invocation) -> int:
     view = open_view(resolved)
     config = worker_config(resolved)
     for line in resolved.lines():
-        view.print(f"{line.name} = {line.value_text} ({line.origin})")
+        if line.name not in invocation.command.hidden:
+            view.print(f"{line.name} = {line.value_text} ({line.origin})")
     return RemoteWorker(config, lambda worker_id: _announce(config.scheduler, worker_id)).run()
 
 

@@ -114,6 +114,7 @@ class RemoteWorker:
         while True:
             was_ready, reason = self._dial()
             if self._is_leaving:
+                logger.info("%s: the worker has left", config.scheduler)
                 return
             if was_ready:
                 pause_s, alone_since_s = FIRST_PAUSE_S, time.monotonic()
