@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from dbench.config import AUTO_PREFIX, Resolved
+from dbench.engine_options import NO_DEVICE
 from dbench.errors import ModelError, OptionError
 from dbench.options import EngineOptions, SamplingOptions, ServiceOptions
 from dbench.serve.address import address_fault
@@ -66,6 +67,7 @@ class ServePlan:
 
     @property
     def num_workers(self) -> int:
+        """That share this machine's memory; one where all are elsewhere, on hosts taken to be like this one."""
         assert self.engine.gpus is not None, "the stage devices has run"
         return len(self.engine.gpus.split(","))
 
@@ -119,6 +121,8 @@ def devices(plan: ServePlan) -> ServePlan:
     if plan.engine.gpus is None:
         plan = plan.auto("gpus", CPU, "one CPU worker")
     names = [name.strip() for name in (plan.engine.gpus or "").split(",")]
+    if names == [NO_DEVICE]:
+        return _no_device(plan)
     odd = [name for name in names if name != CPU]
     if odd:
         raise plan.refused("gpus", repr(odd[0]), "'cpu' or a list such as 'cpu,cpu': this version serves on CPUs only")
@@ -127,6 +131,15 @@ def devices(plan: ServePlan) -> ServePlan:
         return plan.auto("dtype", "float32", "the devices are CPUs")
     if plan.engine.dtype not in CPU_DTYPES:
         raise plan.refused("dtype", repr(plan.engine.dtype), f"one of {', '.join(CPU_DTYPES)} on CPUs")
+    return plan
+
+
+def _no_device(plan: ServePlan) -> ServePlan:
+    if not plan.service.num_remote_workers:
+        raise plan.refused("gpus", repr(NO_DEVICE), "a device, or of 'dbench serve' also --num-remote-workers")
+    plan = plan.normalised("gpus", NO_DEVICE)
+    if plan.engine.dtype == "auto":
+        return plan.auto("dtype", "float32", "the devices of remote workers are not known; bfloat16 suits GPUs")
     return plan
 
 
@@ -154,8 +167,12 @@ def memory_and_budget(plan: ServePlan) -> ServePlan:
 
 
 def network(plan: ServePlan) -> ServePlan:
-    """An address that may be bound, and a port that is free."""
-    fault = address_fault(plan.service)
+    """An address that may be bound, a port that is free, and a key for those who join from elsewhere."""
+    service = plan.service
+    if service.num_remote_workers and service.worker_key is None:
+        wanted = "0, or a --worker-key with which they join (better as the variable DBENCH_WORKER_KEY)"
+        raise plan.refused("num_remote_workers", service.num_remote_workers, wanted)
+    fault = address_fault(service)
     if fault is not None:
         raise plan.refused(fault.option, fault.got, fault.wanted)
     return plan

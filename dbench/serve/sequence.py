@@ -206,6 +206,8 @@ class Fault(StrEnum):
     """Some block's of the batch, or the device's: only where the block was alone can it have been its own."""
     WORKER = "worker"
     """The worker's: it was lost, or did not do what it was told."""
+    NOBODY = "nobody"
+    """Its worker was drained and handed it back."""
 
 
 @dataclass(frozen=True, slots=True)

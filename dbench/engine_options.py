@@ -1,0 +1,99 @@
+"""The options of workers and of who gives them work; `options.py` names this section beside all others."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from dbench.option_fields import option
+
+NO_DEVICE = "none"
+"""The value of gpus for a server whose workers all come from elsewhere."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineOptions:
+    """What the workers decode, on which devices, and how they batch it."""
+
+    model: str | None = option(
+        None,
+        "Model directory in Hugging Face layout, or 'embedded' (the small model that comes with dbench).",
+        panel="Core",
+        auto="embedded",
+    )
+    gpus: str | None = option(
+        None,
+        "Devices of this machine, one worker each: 'cpu' or 'cpu,cpu'; 'none': all workers come from elsewhere.",
+        panel="Core",
+        auto="cpu",
+    )
+    max_batch_size: int = option(128, "Sequences that one worker decodes at a time.", panel="Core", minimum=1)
+    block_length: int = option(32, "Consecutive positions decoded together.", panel="Core", minimum=1, maximum=1024)
+    max_gen_len: int | None = option(
+        None,
+        "Masks that every canvas carries, whatever its gen_length; a multiple of block_length.",
+        panel="Core",
+        minimum=1,
+        auto="each request's gen_length",
+    )
+    mask_id: int | None = option(
+        None, "Token id of the mask.", panel="Core", minimum=0, auto="mask_token_id of config.json"
+    )
+    max_tokens_per_iteration: int = option(
+        4096,
+        "Token budget of one engine iteration; unused budget is saved up for long refreshes.",
+        panel="Scheduling",
+        minimum=1,
+    )
+    prefill_scheduler_policy: str = option(
+        "least_outstanding_prefill_tokens",
+        "How a block finds its worker.",
+        panel="Scheduling",
+        choices=("least_outstanding_prefill_tokens", "round_robin"),
+    )
+    prefill_queue_policy: str = option(
+        "arrival_order",
+        "Order of the refreshes that wait in a worker; fewest_remaining_blocks can starve long requests.",
+        panel="Scheduling",
+        choices=("arrival_order", "fewest_remaining_blocks"),
+    )
+    max_block_retries: int = option(
+        2, "Times a block is restarted after its worker was lost or it failed alone.", panel="Scheduling", minimum=0
+    )
+    cache_mode: str = option(
+        "exact",
+        "exact: a block's steps keep K and V of all other positions; none: full recomputation, to compare quality.",
+        panel="Scheduling",
+        choices=("exact", "none"),
+    )
+    enable_overlap: bool = option(True, "Plan and launch the next batch while the last one runs.", panel="Scheduling")
+    kv_page_size: int = option(16, "Tokens of KV per page.", panel="KV", minimum=1, maximum=1024)
+    kv_max_pages: int | None = option(
+        None,
+        "KV pages per worker.",
+        panel="KV",
+        minimum=1,
+        auto="enough for max_batch_size canvases of the context limit, within a quarter of the free memory",
+    )
+    load_format: str = option(
+        "auto",
+        "auto: weights from the model directory; random: seeded random weights in its shapes, also for a size "
+        "without files (llada-8b, dream-7b, llada-tiny, dream-tiny).",
+        panel="Model",
+        choices=("auto", "random"),
+    )
+    dtype: str = option(
+        "auto",
+        "Number format of weights and KV; auto: float32 on CPU.",
+        panel="Model",
+        choices=("auto", "bfloat16", "float16", "float32"),
+    )
+    max_model_len: int | None = option(
+        None, "Longest canvas, in tokens.", panel="Model", minimum=1, auto="what the model's authors vouch for"
+    )
+    tokenizer: str | None = option(
+        None, "Directory that holds the tokenizer's files, or 'embedded'.", panel="Model", auto="the value of model"
+    )
+    served_model_name: str | None = option(
+        None, "Name of the model in status and reports.", panel="Model", auto="the value of model"
+    )
+    server_seed: int = option(0, "Seed of random weights and of the scheduler's tie-breaks.", panel="Model", minimum=0)
