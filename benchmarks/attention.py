@@ -97,7 +97,7 @@ def seconds_of(step: Callable[[], object], repeats: int = 20) -> float:
         step()
         event.record()
     torch.cuda.synchronize()
-    times = sorted(a.elapsed_time(b) for a, b in pairwise(events))
+    times: list[float] = sorted(a.elapsed_time(b) for a, b in pairwise(events))
     return times[len(times) // 2] / 1e3
 
 

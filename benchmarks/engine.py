@@ -121,7 +121,7 @@ class Bench:
         self.runner = build_cuda_runner(
             RunnerConfig(
                 model_dir=directory, load_format="random", dtype="bfloat16", device="cuda:0", seed=seed,
-                num_pages=0, page_size=PAGE_SIZE, num_slots=MAX_BATCH_SIZE, block_length=BLOCK_LENGTH,
+                num_pages=None, page_size=PAGE_SIZE, num_slots=MAX_BATCH_SIZE, block_length=BLOCK_LENGTH,
                 mask_token_id=self.config.mask_token_id, num_threads=4,
             ),
             CudaSettings(

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 
 import torch
@@ -35,7 +36,7 @@ def seconds_of(step: Callable[[], object], repeats: int = 10) -> float:
         step()
         event.record()
     torch.cuda.synchronize()
-    times = sorted(a.elapsed_time(b) for a, b in pairwise(events))
+    times: list[float] = sorted(a.elapsed_time(b) for a, b in pairwise(events))
     return times[len(times) // 2] / 1e3
 
 
@@ -70,22 +71,24 @@ class Floors:
     """Packed rows -> products of all layers."""
     head_seconds: dict[int, float]
     element_size: int = 2
-    shift: int = field(default=0)
 
     def products(self, rows: int) -> float:
         return _between(self.layer_seconds, rows)
 
     def floor(self, work: Work) -> float:
         """Seconds below which no batch with this work can run."""
-        config = self.config
         rows = sum(work.refresh_lengths) + work.decode_rows
+        return self.products(rows) + self.attention(work) + _between(self.head_seconds, work.masked_rows)
+
+    def attention(self, work: Work) -> float:
+        """The part of refreshes and decode spans that is attention."""
+        config = self.config
         flops_per_pair = 4 * config.n_heads * config.head_dim * config.n_layers
         refresh = sum(n * n for n in work.refresh_lengths) * flops_per_pair / REFRESH_FLOPS
         kv_bytes = sum(work.decode_keys) * config.kv_bytes_per_token(self.element_size)
         rows_each = work.decode_rows / max(1, len(work.decode_keys))
         arithmetic = sum(work.decode_keys) * rows_each * flops_per_pair / REFRESH_FLOPS
-        decode = max(kv_bytes / DECODE_BYTES_PER_S, arithmetic)
-        return (self.products(rows) if rows else 0.0) + refresh + decode + _between(self.head_seconds, work.masked_rows)
+        return refresh + max(kv_bytes / DECODE_BYTES_PER_S, arithmetic)
 
     def reachable(self, work: Work) -> float:
         """The floor and what normalisation, rotary positions, pages and the gate must read and write."""
@@ -119,7 +122,7 @@ def measure_floors(config: ModelConfig, weights: Weights) -> Floors:
         layer_seconds[rows] = seconds_of(products) / len(layers) * config.n_layers
         if rows <= 4096:
             logits = room(config.vocab_size)
-            head_seconds[rows] = seconds_of(lambda x=x, out=logits: torch.mm(x, weights.lm_head_VE.t(), out=out))
+            head_seconds[rows] = seconds_of(partial(torch.mm, x, weights.lm_head_VE.t(), out=logits))
             del logits
     torch.cuda.empty_cache()
     return Floors(config, copy_bandwidth(), layer_seconds, head_seconds, like.element_size())

@@ -12,6 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 from typing import Any
 
@@ -211,7 +212,7 @@ class CudaRunner:
         self._measured_layer = layer
         for size in graph_sizes:
             marks = self._graph_marks[size] = LayerMarks(layer, self._facts.n_layers, in_graph=True)
-            self._marked_graphs.capture([size], lambda n, marks=marks: self._padded_pass(n, marks))
+            self._marked_graphs.capture([size], partial(self._padded_pass, marks=marks))
 
     def warm_up(self) -> None:
         """Decode one token in slot 0, which must be free, over the first pages, whose content is lost."""

@@ -31,7 +31,8 @@ class Deployment:
     """Of this machine, one worker each; its place is its worker id."""
     max_model_len: int
     max_gen_len: int | None
-    kv_max_pages: int
+    kv_max_pages: int | None
+    """None: each worker finds out for itself."""
     mask_token_id: int
     tokenizer: str
     served_model_name: str
@@ -59,6 +60,11 @@ class Deployment:
             logit_shift=FAMILIES[self.model.family].logit_shift,
         )
 
+    def graph_batch_sizes(self) -> tuple[int, ...]:
+        """Sizes to capture: those given, up to the largest batch."""
+        sizes = {int(size) for size in self.options.cuda_graph_batch_sizes.split(",")}
+        return tuple(sorted(size for size in sizes if size <= self.options.max_batch_size))
+
     def model_fingerprint(self) -> str:
         """Equal on two hosts with one configuration and, as far as a look at the files tells, one content."""
         digest = hashlib.sha256(repr(self.model).encode())
@@ -79,14 +85,20 @@ def deployment_of(options: EngineOptions) -> Deployment:
         options=options,
         model_dir=model_dir,
         model=read_model_config(model_dir),
-        devices=() if gpus == NO_DEVICE else tuple(device.strip() for device in gpus.split(",")),
+        devices=() if gpus == NO_DEVICE else tuple(device_name(gpu) for gpu in gpus.split(",")),
         max_model_len=_resolved(options.max_model_len, "max_model_len"),
         max_gen_len=options.max_gen_len,
-        kv_max_pages=_resolved(options.kv_max_pages, "kv_max_pages"),
+        kv_max_pages=options.kv_max_pages,
         mask_token_id=_resolved(options.mask_id, "mask_id"),
         tokenizer=_resolved(options.tokenizer, "tokenizer"),
         served_model_name=_resolved(options.served_model_name, "served_model_name"),
     )
+
+
+def device_name(gpu: str) -> str:
+    """As torch names it: 'cpu' stays, '0' is 'cuda:0'."""
+    name = gpu.strip()
+    return f"cuda:{name}" if name.isdigit() else name
 
 
 def _resolved(value: V | None, name: str) -> V:

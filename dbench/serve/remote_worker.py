@@ -185,7 +185,7 @@ class RemoteWorker:
             return self._loaded
         self._unload()
         deployment = deployment_on_this_host(welcome, self._config.model)
-        runner = load_runner(deployment, self._config.device, self._config.num_threads)
+        runner, deployment = load_runner(deployment, self._config.device, self._config.num_threads)
         self._loaded = Loaded(welcome.engine, welcome.model_fingerprint, deployment, runner)
         return self._loaded
 

@@ -135,13 +135,12 @@ class BothPaths:
 @pytest.mark.parametrize("name", ["llada-tiny", "dream-tiny"])
 def test_refreshes_decodes_and_mixed_batches_give_the_logits_and_pages_of_the_plain_model(name: str) -> None:
     both = BothPaths(name)
-    close = {"rtol": 1e-4, "atol": 1e-4}
-    torch.testing.assert_close(*both.logits([both.refresh_span(0), both.refresh_span(2)]), **close)
+    torch.testing.assert_close(*both.logits([both.refresh_span(0), both.refresh_span(2)]), rtol=1e-4, atol=1e-4)
     both.fix(0, 3, 5)
     both.fix(2, 0, 9)
     mixed = [both.decode_span(2), both.decode_span(0), both.refresh_span(3), both.refresh_span(1)]
-    torch.testing.assert_close(*both.logits(mixed), **close)
-    torch.testing.assert_close(*both.logits([both.decode_span(slot) for slot in (1, 3, 0, 2)]), **close)
+    torch.testing.assert_close(*both.logits(mixed), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(*both.logits([both.decode_span(slot) for slot in (1, 3, 0, 2)]), rtol=1e-4, atol=1e-4)
     for number in range(both.config.n_layers):
         plain, fast = both.plain.kv.layer(number)[:, :-1], both.fast.kv.layer(number)[:, :-1]
-        torch.testing.assert_close(plain, fast, **close)
+        torch.testing.assert_close(plain, fast, rtol=1e-4, atol=1e-4)

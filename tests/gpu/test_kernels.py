@@ -141,8 +141,8 @@ def test_span_attention_is_attention(dtype: torch.dtype, heads: int, kv_heads: i
         own = q[span * rows : (span + 1) * rows].float().transpose(0, 1)
         wanted = torch.nn.functional.scaled_dot_product_attention(own, k, v).transpose(0, 1).flatten(1)
         found = out[span * rows : (span + 1) * rows].float()
-        close = {"rtol": 2e-2, "atol": 2e-2} if dtype == HALF else {"rtol": 1e-5, "atol": 1e-5}
-        torch.testing.assert_close(found, wanted, **close)
+        tolerance = 2e-2 if dtype == HALF else 1e-5
+        torch.testing.assert_close(found, wanted, rtol=tolerance, atol=tolerance)
 
 
 def slot_state(num_slots: int, length: int, rules: list[str], parameters: list[float]) -> SlotState:

@@ -77,7 +77,8 @@ class _DeviceLimits:
         if device.type != "cuda":
             return _DeviceLimits(8, 1 << 30)
         properties = torch.cuda.get_device_properties(device)
-        return _DeviceLimits(properties.multi_processor_count, properties.shared_memory_per_block_optin)
+        optin = properties.shared_memory_per_block_optin  # type: ignore[attr-defined]  # which the stubs lack
+        return _DeviceLimits(properties.multi_processor_count, optin)
 
 
 @triton.jit
