@@ -23,7 +23,7 @@ PAGE_SIZE = 16
 NUM_LAYERS = 4
 ARITHMETIC_FLOPS = 510e12
 SEQUENCES = (1, 4, 8, 16, 32, 64)
-DREAM_CUTS = ((64, 128, 4), (128, 64, 4), (128, 128, 8), (256, 64, 8), (256, 128, 8))
+DREAM_CUTS = ((64, 128, 4), (128, 64, 4), (128, 128, 8), (256, 64, 8))
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,10 +152,10 @@ def flashinfer_kernel(work: Workload, backend: str, out: Tensor) -> Callable[[in
 
 def tilings(shape: Shape, num_spans: int) -> list[Tiling]:
     if shape.heads == shape.kv_heads:
-        cuts = [(32, n, 4, stages) for n in (64, 128) for stages in (2, 3, 4)]
-        chunks = [c for c in (1, 2, 4, 6, 8) if c * num_spans <= 16]
+        cuts = [(32, n, warps, 3) for n in (64, 128) for warps in (4, 8)]
+        chunks = [c for c in (1, 2, 4, 8, 12, 16) if c * num_spans <= 16]
     else:
-        cuts = [(m, n, warps, stages) for m, n, warps in DREAM_CUTS for stages in (2, 3)]
+        cuts = [(m, n, warps, 3) for m, n, warps in DREAM_CUTS]
         chunks = [c for c in (1, 2, 4, 8, 16) if c * num_spans <= 32]
     return [Tiling(count, *cut) for cut in cuts for count in chunks or [1]]
 

@@ -23,7 +23,6 @@ from torch import Tensor
 LOG2_E = 1.4426950408889634
 
 
-NUM_STAGES = 2
 FEWEST_KEYS_PER_CHUNK = 256
 """Of the longest canvas: shorter chunks cost more in combining than they bring."""
 
@@ -55,14 +54,24 @@ class Tiling:
 
 def choose_tiling(shape: LaunchShape, device: torch.device) -> Tiling:
     """What was fastest on an H200 for such a launch (benchmarks/attention.py), cut down where memory is smaller."""
-    block_m = next((m for m in (16, 32, 64, 128) if shape.queries <= m), 128)
-    block_n = 64 if block_m == 128 else 128
     limits = _DeviceLimits.of(device)
-    while 2 * NUM_STAGES * block_n * shape.bytes_per_key_head > limits.shared_memory * 3 // 4:
+
+    def programs(block_m: int) -> int:
+        return shape.num_spans * shape.kv_heads * triton.cdiv(shape.queries, block_m)
+
+    if shape.queries <= 64 or programs(64) <= limits.num_processors // 8:
+        block_m = next(m for m in (16, 32, 64) if shape.queries <= m or m == 64)
+        cut = (block_m, 128, 4, 3 if block_m < 64 else 2)
+    elif programs(128) < 2 * limits.num_processors - limits.num_processors // 8:
+        cut = (128, 128, 8, 3)
+    else:
+        cut = (256, 64, 8, 3)
+    block_m, block_n, num_warps, num_stages = cut
+    while 2 * num_stages * block_n * shape.bytes_per_key_head > limits.shared_memory * 9 // 10 and block_n > 16:
         block_n //= 2
-    programs = shape.num_spans * shape.kv_heads * triton.cdiv(shape.queries, block_m)
-    num_chunks = max(1, min(2 * limits.num_processors // programs, shape.longest // FEWEST_KEYS_PER_CHUNK))
-    return Tiling(num_chunks, block_m, max(16, block_n), 4, NUM_STAGES)
+    fills = (2 if block_m <= 32 else 1) * limits.num_processors // programs(block_m)
+    num_chunks = max(1, min(fills, shape.longest // FEWEST_KEYS_PER_CHUNK))
+    return Tiling(num_chunks, block_m, block_n, num_warps, num_stages)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,17 +91,20 @@ class _DeviceLimits:
 
 
 @triton.jit
+def _keys(first, end, BLOCK_N: tl.constexpr):
+    """The keys of a step; the last one repeats where there are no more."""
+    return tl.minimum(first + tl.arange(0, BLOCK_N), end - 1)
+
+
+@triton.jit
 def _attend(
-    q, key_ptr, value_ptr, pages_ptr, head_at, first, end, scale_log2, place_stride, mixed, total, largest,
+    q, key_ptr, value_ptr, head_at, page, first, end, scale_log2, place_stride, mixed, total, largest,
     PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, IS_PARTIAL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Take BLOCK_N keys from `first` on into the running result; with IS_PARTIAL only those before `end`."""
-    key = first + tl.arange(0, BLOCK_N)
-    if IS_PARTIAL:
-        key = tl.minimum(key, end - 1)
-    page = tl.load(pages_ptr + key // PAGE_SIZE).to(tl.int64)
-    place = (page * PAGE_SIZE + key % PAGE_SIZE) * place_stride
+    place = (page * PAGE_SIZE + _keys(first, end, BLOCK_N) % PAGE_SIZE) * place_stride
     k = tl.load(key_ptr + place[:, None] + head_at[None, :])
+    v = tl.load(value_ptr + place[:, None] + head_at[None, :])
     score = tl.dot(q, tl.trans(k), input_precision=PRECISION)
     if IS_PARTIAL:
         score = tl.where((first + tl.arange(0, BLOCK_N) < end)[None, :], score, float("-inf"))
@@ -100,7 +112,6 @@ def _attend(
     weight = tl.exp2(score * scale_log2 - new_largest[:, None])
     fade = tl.exp2(largest - new_largest)
     total = total * fade + tl.sum(weight, 1)
-    v = tl.load(value_ptr + place[:, None] + head_at[None, :])
     mixed = tl.dot(weight.to(v.dtype), v, mixed * fade[:, None], input_precision=PRECISION)
     return mixed, total, new_largest
 
@@ -138,14 +149,17 @@ def _span_attention_kernel(
     pages_ptr += slot * pages_stride
     head_at = head * D + column
     whole_end = first_key + (end - first_key) // BLOCK_N * BLOCK_N
+    page = tl.load(pages_ptr + _keys(first_key, end, BLOCK_N) // PAGE_SIZE).to(tl.int64)
     for first in range(first_key, whole_end, BLOCK_N):
+        next_page = tl.load(pages_ptr + _keys(first + BLOCK_N, end, BLOCK_N) // PAGE_SIZE).to(tl.int64)
         mixed, total, largest = _attend(
-            q, key_ptr, value_ptr, pages_ptr, head_at, first, end, scale_log2, place_stride, mixed, total, largest,
+            q, key_ptr, value_ptr, head_at, page, first, end, scale_log2, place_stride, mixed, total, largest,
             PAGE_SIZE, BLOCK_N, False, PRECISION,
         )  # fmt: skip
+        page = next_page  # a step early, so that keys need not wait for it
     if whole_end < end:
         mixed, total, largest = _attend(
-            q, key_ptr, value_ptr, pages_ptr, head_at, whole_end, end, scale_log2, place_stride, mixed, total, largest,
+            q, key_ptr, value_ptr, head_at, page, whole_end, end, scale_log2, place_stride, mixed, total, largest,
             PAGE_SIZE, BLOCK_N, True, PRECISION,
         )  # fmt: skip
     out_at = (row.to(tl.int64) * H + q_head)[:, None] * D + column[None, :]
