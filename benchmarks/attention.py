@@ -157,7 +157,7 @@ def tilings(shape: Shape, num_spans: int) -> list[Tiling]:
     else:
         cuts = [(m, n, warps, 3) for m, n, warps in DREAM_CUTS]
         chunks = [c for c in (1, 2, 4, 8, 16) if c * num_spans <= 32]
-    return [Tiling(count, *cut) for cut in cuts for count in chunks or [1]]
+    return [Tiling(count, *cut, first) for cut in cuts for count in chunks or [1] for first in (False, True)]
 
 
 def measure(work: Workload, bandwidth: float) -> dict[str, Any]:
@@ -195,7 +195,7 @@ def main() -> None:
     arguments = parser.parse_args()
     bandwidth = copy_bandwidth()
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, copy {bandwidth / 1e12:.2f} TB/s")
-    print("model     seqs  floor  fa2   fa3   dbench us (chunks, m, n, warps, stages)")
+    print("model     seqs  floor  fa2   fa3   dbench us (chunks, m, n, warps, stages, values first)")
     results = []
     for shape in SHAPES:
         for num_spans in arguments.sequences:
@@ -205,7 +205,7 @@ def main() -> None:
             best = found["dbench"][:3]
             tiles = "  ".join(
                 f"{t['us']:.0f} ({t['num_chunks']},{t['block_m']},{t['block_n']},{t['num_warps']},"
-                f"{t['num_stages']}; diff {t['worst_difference']:.3f})"
+                f"{t['num_stages']},{'v' if t['values_first'] else '-'}; diff {t['worst_difference']:.3f})"
                 for t in best
                 if "us" in t
             )

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -24,6 +25,8 @@ from dbench.serve.families import FAMILIES, ModelConfig
 LOAD_FORMATS = ("auto", "random")
 INDEX_NAME = "model.safetensors.index.json"
 NAMES_SHOWN = 4
+FLOAT_FORMATS = ("BF16", "F16", "F32")
+"""What safetensors calls the number formats that are read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,9 +162,12 @@ def _checkpoint_files(directory: Path) -> list[Path]:
     if not index.is_file():
         return sorted(directory.glob("*.safetensors"))
     try:
-        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        names = sorted({str(name) for name in weight_map.values()})
     except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
         raise ModelError(f"{index}: no readable weight_map: {error!r}; download the file again") from error
+    if not names:
+        raise ModelError(f"{index}: its weight_map names no file; download the file again")
     missing = [name for name in names if not (directory / name).is_file()]
     if missing:
         raise ModelError(f"{directory}: shards missing: {_few(missing)}; download them again")
@@ -177,20 +183,36 @@ def _fill_from_files(files: Iterable[Path], targets: Mapping[str, Tensor]) -> No
                 shards[path] = stack.enter_context(safe_open(path, framework="pt"))
             except (OSError, SafetensorError) as error:
                 raise ModelError(f"{path}: not a safetensors file: {error}; download it again") from error
-        found = {name: path for path, shard in shards.items() for name in shard.keys()}  # noqa: SIM118
+        found: dict[str, Path] = {}
         directory = next(iter(shards)).parent
+        for path, shard in shards.items():
+            for name in shard.keys():  # noqa: SIM118
+                if name in found:
+                    raise ModelError(
+                        f"{directory}: {name} is both in {found[name].name} and in {path.name}; leave only one of them"
+                    )
+                found[name] = path
         for kind, names in (("missing", targets.keys() - found.keys()), ("unknown", found.keys() - targets.keys())):
             if names:
                 raise ModelError(f"{directory}: {len(names)} {kind} tensors: {_few(sorted(names))}")
-        wrong = []
-        for name, target in targets.items():
-            shape = tuple(shards[found[name]].get_slice(name).get_shape())
-            if shape != tuple(target.shape):
-                wrong.append(f"{name} is {list(shape)}, wanted {list(target.shape)}")
-        if wrong:
-            raise ModelError(f"{directory}: {len(wrong)} tensors do not fit config.json: {_few(wrong)}")
+        _check_tensors(directory, {name: shards[path].get_slice(name) for name, path in found.items()}, targets)
         for name, target in targets.items():
             target.copy_(shards[found[name]].get_tensor(name))
+
+
+def _check_tensors(directory: Path, tensors: Mapping[str, Any], targets: Mapping[str, Tensor]) -> None:
+    """Raises ModelError for shapes that are not those of config.json, and for numbers that are no floats."""
+    wrong = []
+    for name, target in targets.items():
+        shape, dtype = tuple(tensors[name].get_shape()), tensors[name].get_dtype()
+        if shape != tuple(target.shape):
+            wrong.append(f"{name} is {list(shape)}, wanted {list(target.shape)}")
+        elif dtype not in FLOAT_FORMATS:
+            wrong.append(
+                f"{name} is {dtype}, wanted one of {', '.join(FLOAT_FORMATS)} (quantised weights are not read)"
+            )
+    if wrong:
+        raise ModelError(f"{directory}: {len(wrong)} tensors do not fit config.json: {_few(wrong)}")
 
 
 def _few(names: list[str]) -> str:

@@ -129,7 +129,7 @@ def test_span_attention_is_attention(dtype: torch.dtype, heads: int, kv_heads: i
     slots = integers([2, 0])
     wide = random_tensor(2 * rows, heads + 3, dim, seed=4, dtype=dtype)
     q, out = wide[:, :heads], torch.empty(2 * rows, heads * dim, dtype=dtype, device=DEVICE)
-    attention, tiling = SpanAttention(heads, kv_heads, dim), Tiling(chunks, 16, 16, 4, 2)
+    attention, tiling = SpanAttention(heads, kv_heads, dim), Tiling(chunks, 16, 16, 4, 2, chunks == 1)
     attention.reserve(2, rows, tiling, DEVICE)
     keys = SpanKeys(slots, pages.to(DEVICE), integers(lengths), page_size)
     for _ in range(2):  # the second run finds its counters as the first did

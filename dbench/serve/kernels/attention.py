@@ -50,6 +50,8 @@ class Tiling:
     block_n: int
     num_warps: int
     num_stages: int
+    values_first: bool
+    """Ask for the values of a step before its scores are known: less waiting, more registers."""
 
 
 def choose_tiling(shape: LaunchShape, device: torch.device) -> Tiling:
@@ -59,19 +61,18 @@ def choose_tiling(shape: LaunchShape, device: torch.device) -> Tiling:
     def programs(block_m: int) -> int:
         return shape.num_spans * shape.kv_heads * triton.cdiv(shape.queries, block_m)
 
-    if shape.queries <= 64 or programs(64) <= limits.num_processors // 8:
+    if shape.queries <= 64 or programs(64) <= limits.num_processors:
         block_m = next(m for m in (16, 32, 64) if shape.queries <= m or m == 64)
-        cut = (block_m, 128, 4, 3 if block_m < 64 else 2)
-    elif programs(128) < 2 * limits.num_processors - limits.num_processors // 8:
-        cut = (128, 128, 8, 3)
+        block_n, num_warps = 128, 4
     else:
-        cut = (256, 64, 8, 3)
-    block_m, block_n, num_warps, num_stages = cut
+        block_m, block_n, num_warps = 128, 128, 8
+    num_stages = 3
     while 2 * num_stages * block_n * shape.bytes_per_key_head > limits.shared_memory * 9 // 10 and block_n > 16:
         block_n //= 2
-    fills = (2 if block_m <= 32 else 1) * limits.num_processors // programs(block_m)
-    num_chunks = max(1, min(fills, shape.longest // FEWEST_KEYS_PER_CHUNK))
-    return Tiling(num_chunks, block_m, block_n, num_warps, num_stages)
+    num_programs = programs(block_m)
+    num_chunks = max(1, min(limits.num_processors // num_programs, shape.longest // FEWEST_KEYS_PER_CHUNK))
+    values_first = block_m > 32 or num_programs <= limits.num_processors
+    return Tiling(num_chunks, block_m, block_n, num_warps, num_stages, values_first)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,12 +100,14 @@ def _keys(first, end, BLOCK_N: tl.constexpr):
 @triton.jit
 def _attend(
     q, key_ptr, value_ptr, head_at, page, first, end, scale_log2, place_stride, mixed, total, largest,
-    PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, IS_PARTIAL: tl.constexpr, PRECISION: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, IS_PARTIAL: tl.constexpr, VALUES_FIRST: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Take BLOCK_N keys from `first` on into the running result; with IS_PARTIAL only those before `end`."""
     place = (page * PAGE_SIZE + _keys(first, end, BLOCK_N) % PAGE_SIZE) * place_stride
     k = tl.load(key_ptr + place[:, None] + head_at[None, :])
-    v = tl.load(value_ptr + place[:, None] + head_at[None, :])
+    if VALUES_FIRST:
+        v = tl.load(value_ptr + place[:, None] + head_at[None, :])
     score = tl.dot(q, tl.trans(k), input_precision=PRECISION)
     if IS_PARTIAL:
         score = tl.where((first + tl.arange(0, BLOCK_N) < end)[None, :], score, float("-inf"))
@@ -112,6 +115,8 @@ def _attend(
     weight = tl.exp2(score * scale_log2 - new_largest[:, None])
     fade = tl.exp2(largest - new_largest)
     total = total * fade + tl.sum(weight, 1)
+    if not VALUES_FIRST:
+        v = tl.load(value_ptr + place[:, None] + head_at[None, :])
     mixed = tl.dot(weight.to(v.dtype), v, mixed * fade[:, None], input_precision=PRECISION)
     return mixed, total, new_largest
 
@@ -121,7 +126,8 @@ def _span_attention_kernel(
     q_ptr, key_ptr, value_ptr, pages_ptr, slots_ptr, lengths_ptr, out_ptr, part_ptr, part_lse_ptr, counter_ptr,
     scale_log2, q_stride, place_stride, pages_stride, num_chunks,
     M: tl.constexpr, H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, PAGE_SIZE: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, IS_SPLIT: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, IS_SPLIT: tl.constexpr, VALUES_FIRST: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     G: tl.constexpr = H // K
     TILES: tl.constexpr = (M * G + BLOCK_M - 1) // BLOCK_M
@@ -154,13 +160,13 @@ def _span_attention_kernel(
         next_page = tl.load(pages_ptr + _keys(first + BLOCK_N, end, BLOCK_N) // PAGE_SIZE).to(tl.int64)
         mixed, total, largest = _attend(
             q, key_ptr, value_ptr, head_at, page, first, end, scale_log2, place_stride, mixed, total, largest,
-            PAGE_SIZE, BLOCK_N, False, PRECISION,
+            PAGE_SIZE, BLOCK_N, False, VALUES_FIRST, PRECISION,
         )  # fmt: skip
         page = next_page  # a step early, so that keys need not wait for it
     if whole_end < end:
         mixed, total, largest = _attend(
             q, key_ptr, value_ptr, head_at, page, whole_end, end, scale_log2, place_stride, mixed, total, largest,
-            PAGE_SIZE, BLOCK_N, True, PRECISION,
+            PAGE_SIZE, BLOCK_N, True, VALUES_FIRST, PRECISION,
         )  # fmt: skip
     out_at = (row.to(tl.int64) * H + q_head)[:, None] * D + column[None, :]
     if not IS_SPLIT:
@@ -241,7 +247,7 @@ class SpanAttention:
             q_RHD, kv_2PKD[0], kv_2PKD[1], keys.pages_SN, keys.slots_B, keys.lengths_S, out_RF, parts, lse, counters,
             LOG2_E / math.sqrt(head_dim), q_RHD.stride(0), kv_2PKD.stride(1), keys.pages_SN.stride(0),
             tiling.num_chunks, M=num_rows, H=heads, K=kv_heads, D=head_dim, PAGE_SIZE=keys.page_size,
-            BLOCK_M=tiling.block_m, BLOCK_N=tiling.block_n, IS_SPLIT=is_split,
+            BLOCK_M=tiling.block_m, BLOCK_N=tiling.block_n, IS_SPLIT=is_split, VALUES_FIRST=tiling.values_first,
             PRECISION="ieee" if q_RHD.dtype == torch.float32 else "tf32",
             num_warps=tiling.num_warps, num_stages=tiling.num_stages,
         )  # fmt: skip
