@@ -223,7 +223,7 @@ def _usage_line(error: Any) -> str:
         return f"{error.format_message().rstrip('.')} (see {path} --help)"
     known = [name for p in context.command.params for name in (*p.opts, *p.secondary_opts) if name.startswith("--")]
     elsewhere = commands_with(flag.removeprefix("--").replace("-", "_"))
-    hint = f"; it belongs to {', '.join(elsewhere)}" if elsewhere else nearest(flag, known)
+    hint = f"; it belongs to {', '.join(elsewhere)}" if elsewhere else nearest(flag, known, "--")
     return f"{path} has no option {flag}{hint} (see {path} --help)"
 
 

@@ -131,6 +131,8 @@ def test_help_imports_nothing_heavy(arguments: list[str]) -> None:
     [
         (["run", "--qsp", "2"], "dbench run has no option --qsp; did you mean --qps? (see dbench run --help)"),
         (["run", "--no-shufle"], "dbench run has no option --no-shufle; did you mean --no-shuffle?"),
+        (["run", "--bogus"], "dbench run has no option --bogus (see dbench run --help)"),
+        (["serve", "--port", "1"], "dbench serve has no option --port (see dbench serve --help)"),
         (["serve", "--qps", "2"], "dbench serve has no option --qps; it belongs to run, search-capacity"),
         (["rnu"], "No such command 'rnu'. Did you mean 'run'?"),
         (["trace", "shwo"], "No such command 'shwo'. Did you mean 'show'?"),
