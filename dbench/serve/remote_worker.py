@@ -165,6 +165,8 @@ class RemoteWorker:
         welcome = wait_for_welcome(stream)
         logger.info("%s: taken in as worker %d", self._config.scheduler, welcome.worker_id)
         loaded = self._load(welcome)
+        if not stream.is_open:
+            raise ServerUnavailable("the stream to the scheduler ended while the model was loaded")
         engine = new_engine(loaded.deployment, loaded.runner, welcome.worker_id)
         stream.send(ready(loaded.deployment))
         return engine, welcome.worker_id

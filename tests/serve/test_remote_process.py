@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from dbench.errors import ServerUnavailable
-from dbench.events import WorkerLost, WorkerUp
+from dbench.events import WorkerLeft, WorkerLost, WorkerUp
 from dbench.models import embedded_directory
 from dbench.serve.client import Client, submit_and_wait
 from dbench.serve.sequence import SamplingParameters
@@ -185,6 +185,20 @@ def test_ctrl_c_ends_a_worker_that_still_dials(tmp_path: Path) -> None:
         worker.process.send_signal(signal.SIGINT)
         assert worker.exit_code() == 130
         assert not lines_with(worker.log, "Traceback")
+
+
+def test_a_worker_that_is_stopped_while_it_loads_leaves_and_is_not_lost(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with ServerInThisProcess(gpus="cpu", worker_key=WORKER_KEY) as server, server.client() as client:
+            with worker_process(server.endpoint.local_address, tmp_path) as worker:
+                await server.has_states("starting", "starting")
+                worker.process.send_signal(signal.SIGTERM)
+                assert await asyncio.to_thread(worker.exit_code) == 0
+            await server.has_states("starting", "ended")
+            events = await events_of(client)
+            assert [type(e) for e in events if isinstance(e, WorkerLeft | WorkerLost)] == [WorkerLeft]
+
+    run(scenario())
 
 
 def test_a_server_whose_workers_do_not_come_says_so(tmp_path: Path) -> None:
