@@ -140,7 +140,7 @@ def test_a_worker_that_stands_still_and_wakes_up_late_harms_nothing_and_works_ag
             assert status.num_requests_in_server == 0
             assert [worker.pages_used for worker in status.workers] == [0, 0]
 
-    with launch(worker_key=WORKER_KEY, worker_timeout_s=2.0) as server, worker_process(server.address, tmp_path) as w:
+    with launch(worker_key=WORKER_KEY, worker_timeout_s=3.0) as server, worker_process(server.address, tmp_path) as w:
         assert w.wait_until_ready() == f"ready as worker 1 of {server.address}"
         run(scenario(server.address, w))
 
