@@ -10,6 +10,7 @@ import logging
 import os
 import signal
 import socket
+import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -17,7 +18,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from types import FrameType
 
-from dbench.errors import EXIT_INTERRUPTED, EXIT_OK, DbenchError, ModelError, OptionError, ServerUnavailable, one_line
+from dbench.errors import (
+    EXIT_FAILED,
+    EXIT_INTERRUPTED,
+    EXIT_OK,
+    DbenchError,
+    ModelError,
+    OptionError,
+    ServerUnavailable,
+    one_line,
+)
 from dbench.options import EngineOptions
 from dbench.serve.deployment import Deployment, deployment_of
 from dbench.serve.engine import Engine
@@ -66,9 +76,12 @@ class Loaded:
 class RemoteWorker:
     """`run` is for the main thread; `on_ready` gets the number under which a server knows the worker."""
 
-    def __init__(self, config: RemoteWorkerConfig, on_ready: Callable[[int], None]) -> None:
+    def __init__(
+        self, config: RemoteWorkerConfig, on_ready: Callable[[int], None], hang_timeout_s: float = 60.0
+    ) -> None:
         self._config = config
         self._on_ready = on_ready
+        self._hang_timeout_s = hang_timeout_s
         self._instance = uuid.uuid4().hex
         self._loaded: Loaded | None = None
         self._in_service: WorkerStream | None = None
@@ -173,6 +186,8 @@ class RemoteWorker:
 
     def _serve(self, engine: Engine, stream: WorkerStream) -> None:
         """Until drained. A lost stream leaves the engine empty, so that its runner can serve another."""
+        has_returned = threading.Event()
+        threading.Thread(target=self._end_if_hanging, args=(stream, has_returned), daemon=True).start()
         self._in_service = stream
         try:
             WorkerLoop(engine, stream, self._config.drain_timeout_s).run()
@@ -181,6 +196,14 @@ class RemoteWorker:
             raise
         finally:
             self._in_service = None
+            has_returned.set()
+
+    def _end_if_hanging(self, stream: WorkerStream, has_returned: threading.Event) -> None:
+        """End the process when its device hangs: nobody else could, and it would keep the device for ever."""
+        stream.wait_until_ended()
+        if not has_returned.wait(self._hang_timeout_s):
+            logger.error("the device has not answered for %g s since the stream ended", self._hang_timeout_s)
+            os._exit(EXIT_FAILED)
 
     def _load(self, welcome: Welcome) -> Loaded:
         if self._loaded is not None and self._loaded.suits(welcome):

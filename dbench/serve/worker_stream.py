@@ -110,6 +110,10 @@ class WorkerStream:
         """Between `start` and its end from either side, of which StreamEnded tells."""
         return self._reader.is_alive()
 
+    def wait_until_ended(self) -> None:
+        """From any thread, after `start`."""
+        self._reader.join()
+
     def start(self) -> None:
         """Dial the scheduler; what comes of it is in the inbox."""
         self._channel = grpc.insecure_channel(self._address, options=CHANNEL_OPTIONS)

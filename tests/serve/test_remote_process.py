@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import shutil
 import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,7 +21,7 @@ from dbench.serve.sequence import SamplingParameters
 from dbench.serve.wire import Submission
 from tests.serve.process_builders import answer, assert_all_end, family_of, launch, server_child, wait_for
 from tests.serve.remote_builders import REMOTE, WorkerProcess, address_of, at_free_port, lines_with, worker_process
-from tests.serve.server_builders import WORKER_KEY, ServerInThisProcess, events_of, eventually, run
+from tests.serve.server_builders import WORKER_KEY, ServerInThisProcess, events_of, eventually, final_state, run
 
 SLOW = SamplingParameters("conf_quota", fixed_unmask_quota=1)
 WANTS = [Submission(tuple(range(1, 30 + i)), 64, SLOW, request_seed=i, ignore_eos=True) for i in range(6)]
@@ -197,6 +199,34 @@ def test_a_worker_that_is_stopped_while_it_loads_leaves_and_is_not_lost(tmp_path
             await server.has_states("starting", "ended")
             events = await events_of(client)
             assert [type(e) for e in events if isinstance(e, WorkerLeft | WorkerLost)] == [WorkerLeft]
+
+    run(scenario())
+
+
+def test_a_worker_whose_device_hangs_ends_itself() -> None:
+    program = (
+        "import sys, threading\n"
+        "from dbench.serve import remote_worker\n"
+        "from dbench.serve.fake_runner import FakeRunner, FakeScript, SystemClock\n"
+        "hang = FakeScript(num_unmasked=lambda task, step: threading.Event().wait() or 1)\n"
+        "remote_worker.load_runner = lambda *given: FakeRunner(hang, page_size=16, clock=SystemClock())\n"
+        "config = remote_worker.RemoteWorkerConfig(sys.argv[1], sys.argv[2], 'cpu', None, 1, 30.0, 60.0)\n"
+        "sys.exit(remote_worker.RemoteWorker(config, lambda worker_id: None, hang_timeout_s=0.2).run())\n"
+    )
+
+    async def scenario() -> None:
+        async with ServerInThisProcess(gpus="cpu", worker_key=WORKER_KEY) as server, server.client() as client:
+            command = (sys.executable, "-c", program, server.endpoint.local_address, WORKER_KEY)
+            process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+            await server.has_states("starting", "idle")
+            request_id = await client.submit(WANTS[0])
+            server.hub.worker_gone(1, "it hangs")
+            _, said = await asyncio.to_thread(process.communicate)
+            assert process.returncode == 1
+            assert said == "the device has not answered for 0.2 s since the stream ended\n"
+            server.add_worker(0)
+            await server.has_states("idle", "awaited")
+            assert (await final_state(client, request_id)).status == "COMPLETED"
 
     run(scenario())
 
