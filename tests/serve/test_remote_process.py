@@ -208,7 +208,7 @@ def test_a_worker_whose_device_hangs_ends_itself() -> None:
         "import sys, threading\n"
         "from dbench.serve import remote_worker\n"
         "from dbench.serve.fake_runner import FakeRunner, FakeScript, SystemClock\n"
-        "hang = FakeScript(num_unmasked=lambda task, step: threading.Event().wait() or 1)\n"
+        "hang = FakeScript(num_unmasked=lambda task, step: print('hangs', flush=True) or threading.Event().wait())\n"
         "remote_worker.load_runner = lambda *given: FakeRunner(hang, page_size=16, clock=SystemClock())\n"
         "config = remote_worker.RemoteWorkerConfig(sys.argv[1], sys.argv[2], 'cpu', None, 1, 30.0, 60.0)\n"
         "sys.exit(remote_worker.RemoteWorker(config, lambda worker_id: None, hang_timeout_s=0.2).run())\n"
@@ -217,11 +217,17 @@ def test_a_worker_whose_device_hangs_ends_itself() -> None:
     async def scenario() -> None:
         async with ServerInThisProcess(gpus="cpu", worker_key=WORKER_KEY) as server, server.client() as client:
             command = (sys.executable, "-c", program, server.endpoint.local_address, WORKER_KEY)
-            process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-            await server.has_states("starting", "idle")
-            request_id = await client.submit(WANTS[0])
-            server.hub.worker_gone(1, "it hangs")
-            _, said = await asyncio.to_thread(process.communicate)
+            process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+            try:
+                await server.has_states("starting", "idle")
+                request_id = await client.submit(WANTS[0])
+                assert process.stdout is not None
+                assert await asyncio.to_thread(process.stdout.readline) == "hangs\n"
+                server.hub.worker_gone(1, "it hangs")
+                _, said = await asyncio.to_thread(process.communicate)
+            finally:
+                process.kill()
+                process.communicate()
             assert process.returncode == 1
             assert said == "the device has not answered for 0.2 s since the stream ended\n"
             server.add_worker(0)
