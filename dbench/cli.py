@@ -105,7 +105,7 @@ COMMANDS: tuple[Command, ...] = (
         has_json=True,
         hidden=("server", "qps", "concurrency"),
     ),
-    Command("worker", "Work for a server on this or another host until Ctrl-C or SIGTERM.", _worker, hidden=NO_VIEW),
+    Command("worker", "Join a running server as one of its workers.", _worker, hidden=NO_VIEW),
     Command("submit", "Send one request to a server and print its answer.", _submit, has_json=True, hidden=NO_VIEW),
     Command(
         "report",

@@ -163,6 +163,7 @@ def test_help_imports_nothing_heavy(arguments: list[str]) -> None:
         (["serve", "--gpus", "none"], "--gpus: got 'none', wanted a device, or of 'dbench serve' also --num-remote"),
         (["run", "--gpus", "none"], "--gpus: got 'none', wanted a device"),
         (["worker"], "--worker-key: not given; set DBENCH_WORKER_KEY to the key"),
+        (["worker", "--worker-key", "k", "--scheduler", "node-1"], "--scheduler: got 'node-1', wanted HOST:PORT"),
         (["worker", "--worker-key", "k", "--gpu", "x"], "--gpu: got 'x', wanted 'cpu' or the number of a CUDA device"),
         (["submit"], "give one prompt, as --prompt TEXT, --chat TEXT or --prompt-ids 1,2,3"),
         (

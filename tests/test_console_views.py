@@ -112,8 +112,8 @@ def test_a_line_says_who_is_away_and_how_often_workers_were_lost() -> None:
     away = worker(state="starting", num_losses=1)
     back = worker(worker_id=1, num_losses=2)
     texts = [state_line(serve(workers=workers), RATES, ASCII) for workers in ((away,), (away, back), (worker(),))]
-    assert texts[0].endswith(", 1 workers lost")
-    assert texts[1].endswith(", 1 workers lost, 3 losses of workers so far")
+    assert texts[0].endswith(", 1 worker lost")
+    assert texts[1].endswith(", 1 worker lost, 3 losses of workers so far")
     assert "los" not in texts[2]
 
 

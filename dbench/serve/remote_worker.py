@@ -10,6 +10,7 @@ import logging
 import os
 import signal
 import socket
+import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -17,7 +18,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from types import FrameType
 
-from dbench.errors import EXIT_INTERRUPTED, EXIT_OK, DbenchError, ModelError, OptionError, ServerUnavailable, one_line
+from dbench.errors import (
+    EXIT_FAILED,
+    EXIT_INTERRUPTED,
+    EXIT_OK,
+    DbenchError,
+    ModelError,
+    OptionError,
+    ServerUnavailable,
+    one_line,
+)
 from dbench.options import EngineOptions
 from dbench.serve.deployment import Deployment, deployment_of
 from dbench.serve.engine import Engine
@@ -66,9 +76,12 @@ class Loaded:
 class RemoteWorker:
     """`run` is for the main thread; `on_ready` gets the number under which a server knows the worker."""
 
-    def __init__(self, config: RemoteWorkerConfig, on_ready: Callable[[int], None]) -> None:
+    def __init__(
+        self, config: RemoteWorkerConfig, on_ready: Callable[[int], None], hang_timeout_s: float = 60.0
+    ) -> None:
         self._config = config
         self._on_ready = on_ready
+        self._hang_timeout_s = hang_timeout_s
         self._instance = uuid.uuid4().hex
         self._loaded: Loaded | None = None
         self._in_service: WorkerStream | None = None
@@ -165,12 +178,16 @@ class RemoteWorker:
         welcome = wait_for_welcome(stream)
         logger.info("%s: taken in as worker %d", self._config.scheduler, welcome.worker_id)
         loaded = self._load(welcome)
+        if not stream.is_open:
+            raise ServerUnavailable("the stream to the scheduler ended while the model was loaded")
         engine = new_engine(loaded.deployment, loaded.runner, welcome.worker_id)
         stream.send(ready(loaded.deployment))
         return engine, welcome.worker_id
 
     def _serve(self, engine: Engine, stream: WorkerStream) -> None:
         """Until drained. A lost stream leaves the engine empty, so that its runner can serve another."""
+        has_returned = threading.Event()
+        threading.Thread(target=self._end_if_hanging, args=(stream, has_returned), daemon=True).start()
         self._in_service = stream
         try:
             WorkerLoop(engine, stream, self._config.drain_timeout_s).run()
@@ -179,6 +196,14 @@ class RemoteWorker:
             raise
         finally:
             self._in_service = None
+            has_returned.set()
+
+    def _end_if_hanging(self, stream: WorkerStream, has_returned: threading.Event) -> None:
+        """End the process when its device hangs: nobody else could, and it would keep the device for ever."""
+        stream.wait_until_ended()
+        if not has_returned.wait(self._hang_timeout_s):
+            logger.error("the device has not answered for %g s since the stream ended", self._hang_timeout_s)
+            os._exit(EXIT_FAILED)
 
     def _load(self, welcome: Welcome) -> Loaded:
         if self._loaded is not None and self._loaded.suits(welcome):

@@ -46,7 +46,7 @@ REPLY_GRACE_S = 2.0
 PROGRESS_PERIOD_S = 0.5
 LOOK_PERIOD_S = 1.0
 """Between looks for workers that hang."""
-WAITING = "waiting for %d workers of other hosts; there: dbench worker --scheduler %s --gpu 0"
+WAITING = "waiting for %d workers of other hosts; there: dbench worker --scheduler %s"
 TABLES_TIMEOUT_S = 60.0
 """For tables of an export that are being written when the server ends."""
 

@@ -81,7 +81,7 @@ async def scenario(address: str, worker: WorkerProcess) -> None:
 
 
 def main(folder: Path) -> None:
-    given = {"host": SERVER, "allow_insecure_bind": True, "worker_key": WORKER_KEY, "worker_timeout_s": 2.0}
+    given = {"host": SERVER, "allow_insecure_bind": True, "worker_key": WORKER_KEY, "worker_timeout_s": 3.0}
     with (
         other_host() as prefix,
         launch(folder / "server.log", **given) as server,
