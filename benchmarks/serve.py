@@ -148,14 +148,15 @@ def idle_share(events: Sequence[BatchExecuted]) -> float:
 class Memory:
     """Samples of what server and workers hold: host bytes, and bytes in use on the devices."""
 
-    def __init__(self, server_pid: int) -> None:
+    def __init__(self, server_pid: int, gpus: str) -> None:
+        self._gpus = gpus
         self._server = psutil.Process(server_pid)
         self.samples: list[tuple[float, int, int]] = []
 
     async def watch(self) -> None:
         started_s = time.monotonic()
         while True:
-            self.samples.append((time.monotonic() - started_s, self._host(), device_bytes()))
+            self.samples.append((time.monotonic() - started_s, self._host(), device_bytes(self._gpus)))
             await asyncio.sleep(SAMPLE_S)
 
     def _host(self) -> int:
@@ -172,8 +173,8 @@ class Memory:
         return {"host_growth": last[1] / first[1] - 1, "device_growth": last[2] / first[2] - 1, "host_bytes": last[1]}
 
 
-def device_bytes() -> int:
-    command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+def device_bytes(gpus: str) -> int:
+    command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits", "-i", gpus]
     lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
     return sum(int(line) for line in lines) << 20
 
@@ -214,7 +215,7 @@ class Bench:
             warm = [replace(some[0], index=-1, gen_length=BLOCK_LENGTH)] * (2 * len(self.arguments.gpus.split(",")))
             await send_all(target, warm, [0.0] * len(warm))
             await target.reset_metrics()
-            memory = Memory(pid)
+            memory = Memory(pid, self.arguments.gpus)
             watch = asyncio.create_task(memory.watch())
             timed = await send_all(target, some, due)
             watch.cancel()
@@ -233,6 +234,7 @@ def main() -> None:
     parser.add_argument("--gpus", default="0")
     parser.add_argument("--scenarios", nargs="*", default=["alone", "at-once", "open-loop"])
     parser.add_argument("--requests", type=int, default=32, help="of the list, at once")
+    parser.add_argument("--per-step", type=int, nargs="*", default=[1, 4], help="tokens per step, at once")
     parser.add_argument("--qps", type=float, default=0.65)
     parser.add_argument("--open-loop-requests", type=int, default=48)
     parser.add_argument("--soak-qps", type=float, default=1.4)
@@ -245,7 +247,7 @@ def main() -> None:
     bench = Bench(arguments)
     plans: dict[str, list[tuple[int, int, float | None]]] = {
         "alone": [(1, 1, None)],
-        "at-once": [(1, arguments.requests, None), (4, arguments.requests, None)],
+        "at-once": [(per_step, arguments.requests, None) for per_step in arguments.per_step],
         "open-loop": [(1, arguments.open_loop_requests, arguments.qps)],
         "soak": [(1, int(arguments.soak_qps * arguments.soak_seconds), arguments.soak_qps)],
     }
