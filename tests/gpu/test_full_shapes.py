@@ -8,7 +8,8 @@ lies within 4 rms of the other's maximum.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import fields, replace
+from typing import Any
 
 import pytest
 import torch
@@ -80,29 +81,12 @@ def test_company_changes_nothing_beyond_that_measure(both: BothPaths) -> None:
 def test_the_plain_model_on_the_cpu_is_alike() -> None:
     both = paths("llada-8b", "sdpa")
     spans = [both.refresh_span(1), both.refresh_span(6)]
-    fast_RV = both.fast_logits(spans).cpu()
-    cpu = torch.device("cpu")
-    source = WeightSource(size_directory("llada-8b"), "random", torch.bfloat16, cpu, 3)
-    weights = load_weights(replace(both.config, n_layers=NUM_LAYERS), source)
-    for name in ("embedding_VE", "lm_head_VE", "final_norm_E"):
-        getattr(weights, name).copy_(getattr(both.weights, name))
-    for ours, theirs in zip(weights.layers, both.weights.layers, strict=True):
-        for name in ("attn_norm_E", "qkv_FE", "attn_out_EF", "mlp_norm_E", "gate_up_ME", "mlp_out_EM"):
-            getattr(ours, name).copy_(getattr(theirs, name))
-    assert_alike(fast_RV, plain_logits_on_cpu(both, weights, spans))
+    assert_alike(both.fast_logits(spans).cpu(), plain_logits_on_cpu(both, spans))
 
 
-def plain_logits_on_cpu(both: BothPaths, weights: object, spans: object) -> Tensor:
-    from dbench.serve.attention import ATTENTION_BACKENDS
-    from dbench.serve.batch import SlotSizes, SlotTable, pack
-    from dbench.serve.kv import KvPool
-    from dbench.serve.model import Model
-    from dbench.serve.weights import Weights
-
-    assert isinstance(weights, Weights)
-    assert isinstance(spans, list)
+def plain_logits_on_cpu(both: BothPaths, spans: list[Span]) -> Tensor:
+    cpu, sizes, weights = torch.device("cpu"), both.sizes, weights_on_cpu(both.weights)
     assert both.config.mask_token_id is not None
-    cpu, sizes = torch.device("cpu"), both.sizes
     table = SlotTable(
         SlotSizes(sizes.num_slots, sizes.longest, sizes.block, sizes.page, both.config.mask_token_id, cpu)
     )
@@ -116,6 +100,18 @@ def plain_logits_on_cpu(both: BothPaths, weights: object, spans: object) -> Tens
         first_page += num_pages
     with torch.inference_mode():
         return model.logits(model.forward(pack(table, spans, both.shift), kv))
+
+
+def weights_on_cpu(weights: Weights) -> Weights:
+    layers = tuple(
+        LayerWeights(*(None if tensor is None else tensor.cpu() for tensor in astuple_of(layer)))
+        for layer in weights.layers
+    )
+    return Weights(weights.embedding_VE.cpu(), layers, weights.final_norm_E.cpu(), weights.lm_head_VE.cpu())
+
+
+def astuple_of(layer: LayerWeights) -> tuple[Any, ...]:
+    return tuple(getattr(layer, field.name) for field in fields(layer))
 
 
 @torch.inference_mode()
