@@ -71,6 +71,7 @@ class BothPaths:
         self.pass_sizes = PassSizes(NUM_ROWS, sizes.num_slots, sizes.block, short_rows, sizes.longest, sizes.page)
         self.refresh = REFRESH_BACKENDS[backend](config, dtype, DEVICE)
         self.plain, self.fast = self._path(), self._path()
+        self.fast.slots.block_start_S[-1] = self.shift  # the slot of padding
         self.model = Model(config, weights, ATTENTION_BACKENDS["sdpa"]())
         self.cuda_model = CudaModel(config, weights, self.refresh, self.pass_sizes)
         self.rows = row_buffers(NUM_ROWS, sizes.num_slots, sizes.block, DEVICE)

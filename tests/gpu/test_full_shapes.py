@@ -17,13 +17,18 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from dbench.models import size_directory
-from dbench.serve.cuda_batch import lay_out
-from dbench.serve.families import read_model_config
-from dbench.serve.graphs import DecodeGraphs
-from dbench.serve.refresh_attention import flashinfer_fault
-from dbench.serve.weights import WeightSource, load_weights
-from tests.gpu.paths import DEVICE, BothPaths, Sizes
+from dbench.models import size_directory  # noqa: E402
+from dbench.serve.attention import ATTENTION_BACKENDS  # noqa: E402
+from dbench.serve.batch import SlotSizes, SlotTable, pack  # noqa: E402
+from dbench.serve.cuda_batch import lay_out  # noqa: E402
+from dbench.serve.families import read_model_config  # noqa: E402
+from dbench.serve.graphs import DecodeGraphs  # noqa: E402
+from dbench.serve.kv import KvPool  # noqa: E402
+from dbench.serve.model import Model  # noqa: E402
+from dbench.serve.refresh_attention import flashinfer_fault  # noqa: E402
+from dbench.serve.runner import Span  # noqa: E402
+from dbench.serve.weights import LayerWeights, Weights, WeightSource, load_weights  # noqa: E402
+from tests.gpu.paths import DEVICE, BothPaths, Sizes  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 
@@ -104,14 +109,14 @@ def plain_logits_on_cpu(both: BothPaths, spans: list[Span]) -> Tensor:
 
 def weights_on_cpu(weights: Weights) -> Weights:
     layers = tuple(
-        LayerWeights(*(None if tensor is None else tensor.cpu() for tensor in astuple_of(layer)))
-        for layer in weights.layers
+        replace(layer, **{name: tensor.cpu() for name, tensor in tensors_of(layer).items()}) for layer in weights.layers
     )
     return Weights(weights.embedding_VE.cpu(), layers, weights.final_norm_E.cpu(), weights.lm_head_VE.cpu())
 
 
-def astuple_of(layer: LayerWeights) -> tuple[Any, ...]:
-    return tuple(getattr(layer, field.name) for field in fields(layer))
+def tensors_of(layer: LayerWeights) -> dict[str, Any]:
+    named = ((field.name, getattr(layer, field.name)) for field in fields(layer))
+    return {name: tensor for name, tensor in named if tensor is not None}
 
 
 @torch.inference_mode()
