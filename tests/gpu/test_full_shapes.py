@@ -17,18 +17,18 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from dbench.models import size_directory  # noqa: E402
-from dbench.serve.attention import ATTENTION_BACKENDS  # noqa: E402
-from dbench.serve.batch import SlotSizes, SlotTable, pack  # noqa: E402
-from dbench.serve.cuda_batch import lay_out  # noqa: E402
-from dbench.serve.families import read_model_config  # noqa: E402
-from dbench.serve.graphs import DecodeGraphs  # noqa: E402
-from dbench.serve.kv import KvPool  # noqa: E402
-from dbench.serve.model import Model  # noqa: E402
-from dbench.serve.refresh_attention import flashinfer_fault  # noqa: E402
-from dbench.serve.runner import Span  # noqa: E402
-from dbench.serve.weights import LayerWeights, Weights, WeightSource, load_weights  # noqa: E402
-from tests.gpu.paths import DEVICE, BothPaths, Sizes  # noqa: E402
+from dbench.models import size_directory
+from dbench.serve.attention import ATTENTION_BACKENDS
+from dbench.serve.batch import SlotSizes, SlotTable, pack
+from dbench.serve.cuda_batch import lay_out
+from dbench.serve.families import read_model_config
+from dbench.serve.graphs import DecodeGraphs
+from dbench.serve.kv import KvPool
+from dbench.serve.model import Model
+from dbench.serve.refresh_attention import flashinfer_fault
+from dbench.serve.runner import Span
+from dbench.serve.weights import LayerWeights, Weights, WeightSource, load_weights
+from tests.gpu.paths import DEVICE, BothPaths, Sizes
 
 pytestmark = pytest.mark.gpu
 
