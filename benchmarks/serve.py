@@ -222,7 +222,8 @@ class Bench:
             events = [event async for event in target.export_events() if isinstance(event, BatchExecuted)]
         num_devices = len(self.arguments.gpus.split(","))
         found = summary(name, timed, events, floor_of(some, per_step, self.floors, self.shift) / num_devices)
-        found |= {"tokens_per_step": per_step, "offered_qps": qps}
+        offered = (count - 1) / due[-1] if due[-1] > 0 else None  # the gaps drawn, not the rate they were drawn for
+        found |= {"tokens_per_step": per_step, "nominal_qps": qps, "offered_qps": offered}
         if name == "soak":
             found |= memory.growth_after(60.0)
         return found
