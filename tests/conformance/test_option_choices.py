@@ -10,6 +10,7 @@ import pytest
 from dbench.load.arrivals import ARRIVALS
 from dbench.options import COMMAND_SECTIONS, Option, options_of
 from dbench.serve.policy import PREFILL_ROUTES, QUEUE_ORDERS, SPANS
+from dbench.serve.refresh_attention import REFRESH_BACKENDS
 from dbench.serve.torch_runner import DTYPES
 from dbench.serve.weights import LOAD_FORMATS
 from dbench.unmasking_rules import UNMASKING_RULES
@@ -19,6 +20,7 @@ TABLES: dict[str, Collection[str]] = {
     "prefill_queue_policy": QUEUE_ORDERS,
     "cache_mode": SPANS,
     "load_format": LOAD_FORMATS,
+    "attention_backend": {"auto", *REFRESH_BACKENDS},
     "dtype": {"auto", *DTYPES},
     "unmasking_strategy": UNMASKING_RULES,
     "interval_type": ARRIVALS,
