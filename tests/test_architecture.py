@@ -84,6 +84,7 @@ LAYERS = {
     "dbench.serve.cuda_build": 4,
     "dbench.serve.profiled_runner": 4,
     "dbench.serve.scheduler": 5,
+    "dbench.serve.spool": 1,
     "dbench.serve.recorder": 5,
     "dbench.serve.hub": 5,
     "dbench.serve.client_service": 5,
