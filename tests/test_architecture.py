@@ -56,6 +56,7 @@ LAYERS = {
     "dbench.serve.runner": 2,
     "dbench.serve.validation": 2,
     "dbench.serve.tracking": 2,
+    "dbench.serve.finished": 2,
     "dbench.serve.fleet": 2,
     "dbench.serve.block_ends": 2,
     "dbench.serve.engine": 2,
