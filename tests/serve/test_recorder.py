@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -143,6 +144,19 @@ def test_events_that_find_no_disk_are_forgotten_until_a_reset(
     recorder.record([depth(4)])
     assert [event.at_s for event in exported(recorder)] == [9.0, 4.0]
     assert [part.num_forgotten for part in recorder.export()] == [0]
+
+
+def test_what_is_recorded_takes_no_memory(recorder: Recorder) -> None:
+    recorder.record([depth(0)])
+    tracemalloc.start()
+    try:
+        for number in range(2000):
+            recorder.record([depth(number)])
+        grown_bytes, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert len(exported(recorder)) == 2001
+    assert grown_bytes < 20_000  # the lines alone have 200,000
 
 
 def test_an_export_is_not_disturbed_by_what_is_recorded_meanwhile(
