@@ -138,7 +138,7 @@ class Client:
                     part = event_lines_from_message(message)
                     if part.num_forgotten and not has_warned:
                         has_warned = True
-                        logger.warning("server %s had forgotten the first %d events", self._address, part.num_forgotten)
+                        logger.warning("server %s has forgotten %d events", self._address, part.num_forgotten)
                     for line in part.lines:
                         yield event_from_json(line)
             finally:

@@ -1,10 +1,12 @@
-"""Keeps the server's events: a bounded number in memory for ExportMetrics, all of them in a file if asked."""
+"""Keeps the server's events: a bounded number for ExportMetrics, all of them in a file if asked.
+
+None stays in memory, which would grow with every batch and be part of what a run measures.
+"""
 
 from __future__ import annotations
 
 import logging
 import time
-from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import replace
@@ -27,10 +29,11 @@ from dbench.events import (
     event_to_json,
 )
 from dbench.serve.fleet import SCHEDULER
+from dbench.serve.spool import LineSpool
 from dbench.serve.wire import EventLines
 
 MAX_EVENTS = 1_000_000
-"""About 400 MB of lines; nobody who exports after a run comes near it."""
+"""About 400 MB of lines on disk; nobody who exports after a run comes near it."""
 MAX_BATCH_LINES = 1000
 MAX_BATCH_BYTES = 1024 * 1024
 
@@ -40,14 +43,13 @@ logger = logging.getLogger(__name__)
 class Recorder:
     """Between `__enter__` and `__exit__` its file is open, and begins and ends with those of the server.
 
-    Without a directory there is no file. What the file alone holds is in no export.
+    Without a directory there is no file. What the file alone holds is in no export. After `__exit__` nothing is kept.
     """
 
     def __init__(self, directory: Path | None, max_events: int = MAX_EVENTS) -> None:
         self._directory = directory
         self._file: IO[str] | None = None
-        self._lines: deque[str] = deque(maxlen=max_events)
-        self._num_recorded = 0
+        self._kept = LineSpool(max_events)
         self._standing: dict[tuple[str, int], Event] = {}
         """What holds until an event of the same kind changes it."""
 
@@ -70,6 +72,7 @@ class Recorder:
         if self._file is not None:
             self._file.close()
             self._file = None
+        self._kept.close()
 
     def record(self, events: Iterable[Event]) -> None:
         """Take events in; the file has them when this returns."""
@@ -77,22 +80,23 @@ class Recorder:
         for event in events:
             self._note_standing(event)
             lines.append(event_to_json(event))
-        self._lines.extend(lines)
-        self._num_recorded += len(lines)
+        self._kept.append(lines)
         self._append(lines)
 
     def reset(self, now_s: float) -> None:
         """Forget everything but how things stand: workers, their states and the depth, now the first lines."""
-        self._lines.clear()
-        self._lines.extend(event_to_json(replace(event, at_s=now_s)) for event in self._standing.values())
-        self._num_recorded = len(self._lines)
+        self._kept.clear()
+        self._kept.append([event_to_json(replace(event, at_s=now_s)) for event in self._standing.values()])
 
     def export(self) -> Iterator[EventLines]:
-        """The lines that are kept at the time of the call, oldest first, in parts of bounded size; at least one."""
-        num_forgotten = self._num_recorded - len(self._lines)
+        """The lines that are kept when the first part is asked for, oldest first, in parts of bounded size.
+
+        At least one part. Raises OSError when the disk does not give them back.
+        """
+        num_forgotten = self._kept.num_taken - self._kept.num_lines
         part: list[str] = []
         num_bytes = 0
-        for line in list(self._lines):
+        for line in self._kept.lines():
             if part and (len(part) == MAX_BATCH_LINES or num_bytes + len(line) > MAX_BATCH_BYTES):
                 yield EventLines(tuple(part), num_forgotten)
                 part, num_bytes = [], 0

@@ -8,7 +8,6 @@ DECODING once its refresh has ended. A lost worker or a failed batch sends it ba
 from __future__ import annotations
 
 from array import array
-from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -27,6 +26,7 @@ from dbench.events import (
     shifted,
 )
 from dbench.serve.block_ends import Problem, block_finished, problem_of
+from dbench.serve.finished import FinishedRequests, Retention
 from dbench.serve.fleet import SCHEDULER, Assignment, Fleet, Worker, WorkerPhase
 from dbench.serve.policy import PrefillRoute, RouteState
 from dbench.serve.sequence import BlockEnd, BlockKey, BlockOutcome, Fault, Request, Status, derive_request_seed
@@ -46,9 +46,8 @@ class SchedulerRules:
     max_queued_requests: int
     worker_timeout_s: float
     """Of one iteration of a worker, and of its silence."""
-    retention_s: float = 600.0
-    """Finished requests are kept this long, for Poll."""
-    retention_number: int = 10_000
+    retention: Retention = field(default_factory=Retention)
+    """Of finished requests, for Poll."""
 
 
 @dataclass(slots=True)
@@ -80,7 +79,7 @@ class Scheduler:
         self._route_state = route_state
         self._new_id = new_id
         self._running: dict[str, TrackedRequest] = {}
-        self._finished: OrderedDict[str, TrackedRequest] = OrderedDict()  # oldest first
+        self._finished = FinishedRequests(rules.retention, rules.mask_token_id)
         self._pending: dict[str, TrackedRequest] = {}
         self._pending_tokens = 0
         self._num_submitted = 0
@@ -108,7 +107,7 @@ class Scheduler:
 
         Raises RequestError, QueueFullError, or ServerUnavailable when no worker is left to run it.
         """
-        self._forget_old(now_s)
+        self._finished.forget_old(now_s)
         limits = self.rules.limits
         check_submission(submission, limits)
         if len(self._running) >= self.rules.max_queued_requests:
@@ -127,19 +126,20 @@ class Scheduler:
         return tracked
 
     def poll(self, request_id: str, now_s: float) -> PollState:
-        self._forget_old(now_s)
-        tracked = self._find(request_id)
-        return PollState(NOT_FOUND) if tracked is None else tracked.poll_state(self.rules.mask_token_id)
+        self._finished.forget_old(now_s)
+        tracked = self._running.get(request_id)
+        if tracked is not None:
+            return tracked.poll_state(self.rules.mask_token_id)
+        return self._finished.poll(request_id) or PollState(NOT_FOUND)
 
     def cancel(self, request_id: str, now_s: float, reason: str = "cancelled by the client") -> str:
         """End a request as CANCELLED unless it is final; returns its status after the call."""
-        self._forget_old(now_s)
-        tracked = self._find(request_id)
+        self._finished.forget_old(now_s)
+        tracked = self._running.get(request_id)
         if tracked is None:
-            return NOT_FOUND
-        if not tracked.status.is_final:
-            self._finish(tracked, Status.CANCELLED, reason, now_s)
-            self._settle(now_s)
+            return self._finished.status(request_id) or NOT_FOUND
+        self._finish(tracked, Status.CANCELLED, reason, now_s)
+        self._settle(now_s)
         return tracked.status.value
 
     def cancel_all(self, reason: str, now_s: float) -> None:
@@ -336,7 +336,7 @@ class Scheduler:
         self._leave_pending(tracked)
         tracked.finish(status, error, now_s)
         del self._running[request_id]
-        self._finished[request_id] = tracked
+        self._finished.add(request_id, tracked.poll_state(self.rules.mask_token_id), tracked.tokens)
         self.num_by_status[status] += 1
         self._output.changed.append(request_id)
         self._emit(
@@ -344,18 +344,6 @@ class Scheduler:
                 now_s, SCHEDULER, request_id, status.value, tracked.num_gen_tokens, tracked.num_forward_passes, error
             )
         )
-
-    def _forget_old(self, now_s: float) -> None:
-        while self._finished:
-            oldest = next(iter(self._finished.values()))
-            assert oldest.completion_s is not None, "a finished request without its time"
-            is_old = now_s - oldest.completion_s > self.rules.retention_s
-            if not is_old and len(self._finished) <= self.rules.retention_number:
-                return
-            del self._finished[oldest.request.request_id]
-
-    def _find(self, request_id: str) -> TrackedRequest | None:
-        return self._running.get(request_id) or self._finished.get(request_id)
 
     def _current(self, worker: Worker, key: BlockKey) -> TrackedRequest | None:
         """The request whose current attempt this is, on this worker; None for anything late or foreign."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from dbench.serve.sequence import BlockKey, BlockTask, Fault, Request, Status
 from dbench.serve.wire import FinishedBlock, PollState
@@ -29,7 +29,6 @@ class TrackedRequest:
     """The one mutable state of a request; only the scheduler writes it."""
 
     request: Request
-    """Without its prompt once it is final: `tokens` holds it in less room."""
     shape: RequestShape
     serial: int
     """Order of submission."""
@@ -97,14 +96,13 @@ class TrackedRequest:
         self.avoid_worker_id = worker_id
 
     def finish(self, status: Status, error: str, now_s: float) -> None:
-        """Set the final status, once, and let go of what only a running request needs."""
+        """Set the final status, once."""
         assert status.is_final, f"{self.request.request_id}: {status} is not final"
         assert not self.status.is_final, f"{self.request.request_id}: {self.status} -> {status}"
         self.status = status
         self.error = error
         self.completion_s = now_s
         self.worker_id = None
-        self.request = replace(self.request, prompt_token_ids=())
 
     def finished_blocks(self, start: int) -> tuple[FinishedBlock, ...]:
         """The finished blocks from index `start` on."""

@@ -8,6 +8,7 @@ from itertools import count
 from typing import Any, TypeVar
 
 from dbench.events import Event
+from dbench.serve.finished import Retention
 from dbench.serve.fleet import Fleet
 from dbench.serve.policy import PREFILL_ROUTES, RouteState
 from dbench.serve.scheduler import Scheduler, SchedulerRules
@@ -29,11 +30,9 @@ LIMITS = RequestLimits(
 
 
 def rules(
-    limits: RequestLimits = LIMITS, *, retries: int = 2, queued: int = 100, retention_number: int = 100
+    limits: RequestLimits = LIMITS, *, retries: int = 2, queued: int = 100, kept: Retention | None = None
 ) -> SchedulerRules:
-    return SchedulerRules(
-        limits, MASK_ID, retries, queued, TIMEOUT_S, retention_s=60.0, retention_number=retention_number
-    )
+    return SchedulerRules(limits, MASK_ID, retries, queued, TIMEOUT_S, kept or Retention(60.0, 100))
 
 
 class Rig:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from typing import Any, cast
 
 import pytest
@@ -20,10 +20,11 @@ BATCH = BatchExecuted(2.0, "worker-0", 0, 1.0, 1, 4, 0, 0, 1, None, 0.1)
 
 
 @pytest.fixture
-def hub() -> Hub:
-    hub = ServerInThisProcess(gpus="cpu").hub
-    hub.await_lost_workers(is_on=True)
-    return hub
+def hub() -> Iterator[Hub]:
+    server = ServerInThisProcess(gpus="cpu")
+    server.hub.await_lost_workers(is_on=True)
+    with server.recorder:
+        yield server.hub
 
 
 def state(hub: Hub) -> str:

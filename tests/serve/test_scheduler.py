@@ -19,6 +19,7 @@ from dbench.events import (
     WorkerUp,
     event_to_json,
 )
+from dbench.serve.finished import Retention
 from dbench.serve.sequence import BlockKey, Fault, Status, derive_request_seed
 from dbench.serve.wire import NOT_FOUND, FinishedBlock
 from dbench.serve.wire_link import CancelBlock, Drain
@@ -273,7 +274,7 @@ def test_a_refused_request_leaves_no_trace() -> None:
 
 
 def test_finished_requests_are_forgotten_by_age_and_by_number() -> None:
-    rig = Rig(given=rules(retention_number=2))
+    rig = Rig(given=rules(kept=Retention(60.0, 2)))
     for _ in range(4):
         rig.submit()
         rig.finish_block()
