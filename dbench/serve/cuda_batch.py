@@ -40,6 +40,15 @@ class BatchShape:
         return self.num_short_rows + sum(self.long_lengths)
 
 
+def largest_shape(num_rows: int, num_spans: int, *, short_rows: int, longest_canvas: int) -> BatchShape:
+    """The most that `num_rows` rows and `num_spans` spans hold: as many of the longest canvases as fit beside a short
+    span for every other sequence, at least one.
+    """
+    rows_left = num_rows - (num_spans - 1) * short_rows
+    num_long = max(1, min(rows_left // longest_canvas, num_spans))
+    return BatchShape(num_spans - num_long, short_rows, (longest_canvas,) * num_long)
+
+
 @dataclass(frozen=True, slots=True)
 class Layout:
     """A launch in packed order: short spans, then padding, then long spans."""

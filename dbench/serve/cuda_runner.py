@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from dbench.errors import DeviceLost, one_line
 from dbench.serve.batch import SlotTable
-from dbench.serve.cuda_batch import NOTHING_WRITTEN, BatchShape, Layout, lay_out
+from dbench.serve.cuda_batch import NOTHING_WRITTEN, BatchShape, Layout, largest_shape, lay_out
 from dbench.serve.cuda_model import CudaModel, DeviceBatch, PassSizes
 from dbench.serve.graphs import DecodeGraphs
 from dbench.serve.kernels.layout import (
@@ -192,13 +192,12 @@ class CudaRunner:
     def run_largest(self) -> None:
         """The largest pass there can be, over rows of nobody: whatever it takes is taken now."""
         sizes = self._sizes
-        spans = sizes.num_spans - 1
-        left = sizes.num_rows - spans * sizes.short_rows
-        longs = [sizes.longest_canvas] * (left // sizes.longest_canvas)
-        spans = min(spans, sizes.num_spans - len(longs))
-        self._upload_padding(spans, tuple(longs))
-        self._refresh.plan(longs)
-        self._pass(BatchShape(spans, sizes.short_rows, tuple(longs)), sizes.longest_canvas)
+        shape = largest_shape(
+            sizes.num_rows, sizes.num_spans, short_rows=sizes.short_rows, longest_canvas=sizes.longest_canvas
+        )
+        self._upload_padding(shape.num_short, shape.long_lengths)
+        self._refresh.plan(shape.long_lengths)
+        self._pass(shape, sizes.longest_canvas)
         torch.cuda.synchronize(self._device)
 
     @torch.inference_mode()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dbench.serve.cuda_batch import NOTHING_WRITTEN, lay_out
+from dbench.serve.cuda_batch import NOTHING_WRITTEN, largest_shape, lay_out
 from dbench.serve.graphs import padded_size
 from dbench.serve.runner import Phase, Span
 
@@ -55,3 +55,22 @@ def test_a_canvas_as_short_as_a_block_span_attends_over_its_pages() -> None:
 def test_padding_is_for_batches_that_the_host_could_not_launch_in_time(num_spans: int, size: int | None) -> None:
     device_s = {1: 0.005, 2: 0.005, 4: 0.006, 8: 0.010, 16: 0.018, 24: 0.026, 32: 0.035}
     assert padded_size(num_spans, device_s, rows_per_span=32, launch_s=0.010) == size
+
+
+@pytest.mark.parametrize(
+    ("max_batch_size", "budget", "num_short", "num_long"),
+    [
+        (128, 4096, 126, 2),
+        (128, 64, 127, 1),
+        (1, 4096, 0, 1),  # the rows would hold two canvases, but there is one sequence
+        (4, 60_000, 0, 4),
+    ],
+)
+def test_the_largest_pass_has_no_more_spans_than_sequences(
+    max_batch_size: int, budget: int, num_short: int, num_long: int
+) -> None:
+    longest = 4096
+    num_rows = max_batch_size * 32 + budget + longest
+    shape = largest_shape(num_rows, max_batch_size, short_rows=32, longest_canvas=longest)
+    assert (shape.num_short, len(shape.long_lengths)) == (num_short, num_long)
+    assert shape.num_rows <= num_rows
