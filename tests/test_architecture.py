@@ -79,6 +79,7 @@ LAYERS = {
     "dbench.serve.kernels.sampling": 3,
     "dbench.serve.cuda_model": 3,
     "dbench.serve.cuda_batch": 3,
+    "dbench.serve.device_clock": 3,
     "dbench.serve.graphs": 3,
     "dbench.serve.torch_runner": 4,
     "dbench.serve.cuda_runner": 4,

@@ -19,10 +19,10 @@ from typing import Any
 import torch
 from numpy.typing import NDArray
 
-from dbench.errors import DeviceLost, one_line
 from dbench.serve.batch import SlotTable
 from dbench.serve.cuda_batch import NOTHING_WRITTEN, BatchShape, Layout, largest_shape, lay_out
 from dbench.serve.cuda_model import CudaModel, DeviceBatch, PassSizes
+from dbench.serve.device_clock import DeviceClock, device_lost_if_it_fails
 from dbench.serve.graphs import DecodeGraphs
 from dbench.serve.kernels.layout import (
     SlotPlaces,
@@ -98,24 +98,6 @@ class Launched:
     staging: Staging
     launched_s: float
     marks: LayerMarks | None
-
-
-class DeviceClock:
-    """Completion times on the host's monotonic clock, exact also where the host comes late to read them."""
-
-    def __init__(self) -> None:
-        self._last: torch.cuda.Event | None = None
-        self._last_s = 0.0
-
-    def wait(self, completed: torch.cuda.Event) -> float:
-        """Wait for an event; returns when it happened. Events are waited for in order."""
-        was_late = completed.query()
-        completed.synchronize()
-        now_s = time.monotonic()
-        if was_late and self._last is not None:
-            now_s = min(now_s, self._last_s + self._last.elapsed_time(completed) / 1e3)
-        self._last, self._last_s = completed, now_s
-        return now_s
 
 
 class LogitRoom:
@@ -252,8 +234,9 @@ class CudaRunner:
         assert slot not in self._slots, f"slot {slot} is taken"
         assert task.block_length == self._sizes.block_length, f"block of {task.block_length}"
         assert task.canvas_length <= len(pages) * self._sizes.page_size, "canvas beyond its pages"
-        message = torch.tensor(attachment(task, pages), dtype=torch.int64, pin_memory=True)
-        attach_slot(slot, message.to(self._device, non_blocking=True), self._table)
+        with device_lost_if_it_fails(self._device):
+            message = torch.tensor(attachment(task, pages), dtype=torch.int64, pin_memory=True)
+            attach_slot(slot, message.to(self._device, non_blocking=True), self._table)
         self._slots[slot] = SlotProgress(task, task.block_length)
 
     def detach(self, slot: int) -> None:
@@ -264,12 +247,11 @@ class CudaRunner:
         launched_s = time.monotonic()
         ticket = Ticket(next(self._tickets))
         staging = self._staging[ticket % NUM_IN_FLIGHT]
+        self._clock.forget(staging.completed)
         num_logit_rows = sum(self._slots[span.slot].most_masked for span in spans)
         is_measured = self._measured_layer is not None and ticket % OPERATION_SAMPLE_STEPS == 0
-        try:
+        with device_lost_if_it_fails(self._device):
             layout, marks = self._queue(spans, staging, num_logit_rows, is_measured=is_measured)
-        except torch.AcceleratorError as error:
-            raise DeviceLost(f"{self._device}: {one_line(error)}") from error
         for span in spans:
             self._slots[span.slot].in_flight += 1
         self._launched[ticket] = Launched(spans, layout, num_logit_rows, staging, launched_s, marks)
@@ -278,10 +260,8 @@ class CudaRunner:
     def collect(self, ticket: Ticket) -> StepResult:
         launched = self._launched.pop(ticket)
         staging = launched.staging
-        try:
+        with device_lost_if_it_fails(self._device):
             completed_s = self._clock.wait(staging.completed)
-        except torch.AcceleratorError as error:
-            raise DeviceLost(f"{self._device}: {one_line(error)}") from error
         return StepResult(
             spans=self._results(launched),
             launched_s=launched.launched_s,
@@ -292,7 +272,8 @@ class CudaRunner:
         )
 
     def close(self) -> None:
-        torch.cuda.synchronize(self._device)
+        with device_lost_if_it_fails(self._device):
+            torch.cuda.synchronize(self._device)
 
     # ---- queueing a launch; nothing here waits for the device -----------------------------------------
 
