@@ -83,7 +83,7 @@ class EngineOptions:
     cuda_graph_batch_sizes: str = option(
         "1,2,4,8,16,24,32,40,48,56,64",
         "Numbers of decoding sequences that are captured; a batch is padded to the next one. Those above "
-        "max_batch_size are left out.",
+        "max_batch_size are lowered to it.",
         panel="CUDA graphs",
     )
     load_format: str = option(

@@ -211,6 +211,8 @@ def kernels_and_graphs(plan: ServePlan) -> ServePlan:
     layer, num_layers = engine.op_metrics_layer_id, plan.known_model.n_layers
     if layer is not None and layer >= num_layers - 1:
         raise plan.refused("op_metrics_layer_id", layer, f"0 to {num_layers - 2}: the last layer computes fewer rows")
+    if engine.enable_operation_metrics and num_layers < 2:
+        raise plan.refused("enable_operation_metrics", True, "false for a model of one layer: the last is not measured")
     if _wants_cuda(plan) or engine.gpus == NO_DEVICE:
         return plan
     if engine.enable_operation_metrics:

@@ -295,3 +295,9 @@ def test_a_server_on_cuda_devices_wants_the_large_model_when_none_is_named() -> 
 )
 def test_what_devices_cannot_do_is_refused(flags: dict[str, Any], wanted: str) -> None:
     assert wanted in refusal(model="embedded", **flags)
+
+
+def test_operations_of_a_model_of_one_layer_are_not_measured(model_directory: Path) -> None:
+    change_config(model_directory, n_layers=1)
+    given: dict[str, Any] = {"model": str(model_directory), "num_gpus": 1, "enable_operation_metrics": True}
+    assert "a model of one layer" in refusal(**given)

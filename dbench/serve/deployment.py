@@ -61,9 +61,17 @@ class Deployment:
         )
 
     def graph_batch_sizes(self) -> tuple[int, ...]:
-        """Sizes to capture: those given, up to the largest batch."""
+        """Sizes to capture, ascending: those given, none larger than the largest batch."""
         sizes = {int(size) for size in self.options.cuda_graph_batch_sizes.split(",")}
-        return tuple(sorted(size for size in sizes if size <= self.options.max_batch_size))
+        return tuple(sorted({min(size, self.options.max_batch_size) for size in sizes}))
+
+    def measured_layer(self) -> int | None:
+        """The layer whose operations are measured, never the last one, which computes fewer rows; None: not wanted."""
+        if not self.options.enable_operation_metrics:
+            return None
+        if self.options.op_metrics_layer_id is not None:
+            return self.options.op_metrics_layer_id
+        return min(self.model.n_layers // 2, self.model.n_layers - 2)
 
     def model_fingerprint(self) -> str:
         """Equal on two hosts with one configuration and, as far as a look at the files tells, one content."""

@@ -160,9 +160,6 @@ def _load_on_cuda(config: RunnerConfig, deployment: Deployment) -> tuple[Runner,
     from dbench.serve.cuda_build import CudaSettings, build_cuda_runner
 
     options = deployment.options
-    measured_layer = options.op_metrics_layer_id
-    if measured_layer is None:
-        measured_layer = deployment.model.n_layers // 2
     runner = build_cuda_runner(
         config,
         CudaSettings(
@@ -172,7 +169,7 @@ def _load_on_cuda(config: RunnerConfig, deployment: Deployment) -> tuple[Runner,
             attention_backend=options.attention_backend,
             gpu_memory_utilization=options.gpu_memory_utilization,
             graph_batch_sizes=deployment.graph_batch_sizes() if options.enable_cuda_graphs else (),
-            measured_layer=measured_layer if options.enable_operation_metrics else None,
+            measured_layer=deployment.measured_layer(),
         ),
     )
     return runner, runner.num_pages
