@@ -48,11 +48,26 @@ def build_cuda_runner(config: RunnerConfig, settings: CudaSettings) -> CudaRunne
     """Load, reserve, capture and warm up. Raises ModelError, OptionError or ServerStartError for what cannot be."""
     device = torch.device("cuda", torch.device(config.device).index or 0)
     torch.cuda.set_device(device)
-    dtype = DTYPES[config.dtype]
     model_config = read_model_config(config.model_dir)
     _check_shapes(model_config)
-    weights = load_weights(model_config, WeightSource(config.model_dir, config.load_format, dtype, device, config.seed))
     sizes = _pass_sizes(model_config, config, settings)
+    try:
+        runner = _reserve(model_config, config, settings, sizes, device)
+        _prepare(runner, settings, device)
+    except torch.OutOfMemoryError as error:
+        raise OptionError(
+            f"{config.device}: not enough memory for the weights, a pass of {sizes.num_rows} rows and the KV pages; "
+            "lower --max-batch-size, --max-tokens-per-iteration, --max-model-len or --kv-max-pages, or free the device"
+        ) from error
+    return runner
+
+
+def _reserve(
+    model_config: ModelConfig, config: RunnerConfig, settings: CudaSettings, sizes: PassSizes, device: torch.device
+) -> CudaRunner:
+    """Weights, room and pages, in the order of this module's first lines."""
+    dtype = DTYPES[config.dtype]
+    weights = load_weights(model_config, WeightSource(config.model_dir, config.load_format, dtype, device, config.seed))
     facts = DecodingFacts(
         d_model=model_config.d_model,
         n_layers=model_config.n_layers,
@@ -71,20 +86,13 @@ def build_cuda_runner(config: RunnerConfig, settings: CudaSettings) -> CudaRunne
             device=device,
         )
     )
-    backend = choose_backend(settings.attention_backend, model_config, dtype, device)
-    try:
-        refresh = REFRESH_BACKENDS[backend](model_config, dtype, device)
-        model = CudaModel(model_config, weights, refresh, sizes)
-        runner = CudaRunner(model, refresh, slots, LogitRoom(facts, sizes, dtype, device), sizes, facts)
-        num_pages = config.num_pages or pages_that_fit(model_config, config, settings)
-        kv = KvPool(model_config, num_pages=num_pages, page_size=config.page_size, like=weights.embedding_VE)
-    except torch.OutOfMemoryError as error:
-        raise OptionError(
-            f"{config.device}: not enough memory for the weights, a pass of {sizes.num_rows} rows and the KV pages; "
-            "lower --max-batch-size, --max-tokens-per-iteration, --max-model-len or --kv-max-pages"
-        ) from error
-    runner.take_pages(kv)
-    _prepare(runner, settings, device)
+    refresh = REFRESH_BACKENDS[choose_backend(settings.attention_backend, model_config, dtype, device)](
+        model_config, dtype, device
+    )
+    model = CudaModel(model_config, weights, refresh, sizes)
+    runner = CudaRunner(model, refresh, slots, LogitRoom(facts, sizes, dtype, device), sizes, facts)
+    num_pages = config.num_pages or pages_that_fit(model_config, config, settings)
+    runner.take_pages(KvPool(model_config, num_pages=num_pages, page_size=config.page_size, like=weights.embedding_VE))
     return runner
 
 
@@ -135,8 +143,8 @@ def _prepare(runner: CudaRunner, settings: CudaSettings, device: torch.device) -
     logger.info("%d KV pages; graphs and libraries took %s", runner.num_pages, _gib(taken))
     if taken > RESERVE_BYTES:
         raise ServerStartError(
-            f"{device}: graphs and libraries took {_gib(taken)}, more than the {_gib(RESERVE_BYTES)} kept for them; "
-            "give fewer --cuda-graph-batch-sizes"
+            f"{device}: the first passes, graphs and libraries took {_gib(taken)}, more than the "
+            f"{_gib(RESERVE_BYTES)} kept for them; give fewer --cuda-graph-batch-sizes, or a shorter --max-model-len"
         )
 
 
