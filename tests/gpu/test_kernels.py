@@ -224,6 +224,28 @@ def test_a_step_of_mixed_rules_and_temperatures_is_that_of_the_plain_code(dtype:
         assert (ids[chosen_BL[span]] == tokens[span][chosen_BL[span]]).all()
 
 
+@pytest.mark.parametrize("length", [100, 130])
+def test_rules_of_long_blocks_choose_what_the_plain_code_chooses(length: int) -> None:
+    rules = [*UNMASKING_RULES]
+    parameters = {"conf_threshold": 0.6, "conf_quota": 70, "conf_dynamic": 30.0, "entropy": -0.6, "margin": 0.5}
+    state = slot_state(len(rules), length, rules, [parameters.get(rule, 0.0) for rule in rules])
+    slots = integers([*range(len(rules))])
+    buffers = ProposalBuffers(1, len(rules), length, DEVICE)
+    buffers.score_BL[:] = random_tensor(len(rules), length, seed=5).sigmoid().mul(20).round().div(20)  # many are equal
+    buffers.token_BL[:] = 9
+    buffers.is_finite_BL[:] = 1
+    score_BL = buffers.score_BL.where(state.masked_SL, -torch.inf)
+    candidates = Candidates(
+        state.masked_SL.clone(), score_BL, state.parameter_S, state.seed_S, state.block_start_S, state.step_S.clone()
+    )
+    chosen_BL = choose(rules, candidates)
+    assert int(chosen_BL.sum(dim=1).min()) > 1
+    record = torch.zeros(len(rules), length + RECORD_EXTRA, dtype=torch.int32, device=DEVICE)
+    unmask(slots, buffers, state, record)
+    assert (record[:, :length] >= 0).tolist() == chosen_BL.tolist()
+    assert torch.equal(state.masked_SL, candidates.masked_BL & ~chosen_BL)
+
+
 def test_blocks_end_without_masks_or_at_an_end_of_text_and_stay_as_they_are() -> None:
     length = 8
     state = slot_state(4, length, ["conf_quota"] * 4, [1.0] * 4)

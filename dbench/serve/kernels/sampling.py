@@ -30,6 +30,8 @@ NOISE_LANES = 256
 RECORD_EXTRA = 3
 """Columns of a step record after the L tokens: done, void, first position with bad logits or -1."""
 NOT_FIXED = -1
+LONGEST_PAIRED: tl.constexpr = tl.constexpr(128)
+"""Blocks up to this length compare all pairs of rows at once; for 512 that takes a minute to compile."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,16 +246,47 @@ def propose(
 
 
 @triton.jit
+def _rank_in_turn(score, score_ptr, masked_ptr, L: tl.constexpr, L_PADDED: tl.constexpr):
+    """How many masked rows are surer than each row, from one rival after another."""
+    offset = tl.arange(0, L_PADDED)
+    rank = tl.zeros([L_PADDED], tl.int32)
+    for rival in range(L):
+        rival_score, is_masked = tl.load(score_ptr + rival), tl.load(masked_ptr + rival).to(tl.int32)
+        ahead = (rival_score > score) | ((rival_score == score) & (rival < offset))
+        rank += tl.where(ahead, is_masked, 0)
+    return rank
+
+
+@triton.jit
+def _turn_in_turn(
+    word, masked_ptr, seed, block_start, step, L: tl.constexpr, L_PADDED: tl.constexpr, TAG: tl.constexpr
+):
+    """How many masked rows drew a smaller word than each row, from one rival after another."""
+    offset = tl.arange(0, L_PADDED)
+    zero = tl.zeros([1], tl.uint32)
+    turn = tl.zeros([L_PADDED], tl.int32)
+    for rival in range(L):
+        at = zero + (block_start + rival).to(tl.uint32)
+        rival_word, _1, _2, _3 = tl.philox(seed, zero, at, zero + step, zero + TAG)
+        ahead = (rival_word < word) | ((rival_word == word) & (rival < offset))
+        turn += tl.where(ahead, tl.load(masked_ptr + rival).to(tl.int32), 0)
+    return turn
+
+
+@triton.jit
 def _choose(
-    rule, parameter, score, masked, seed_ptr, block_start, step, L: tl.constexpr, L_PADDED: tl.constexpr,
-    COUNT_TAG: tl.constexpr, CHOICE_TAG: tl.constexpr,
+    rule, parameter, score, masked, score_ptr, masked_ptr, seed_ptr, block_start, step, L: tl.constexpr,
+    L_PADDED: tl.constexpr, COUNT_TAG: tl.constexpr, CHOICE_TAG: tl.constexpr,
 ):  # fmt: skip
     """Which rows of a block its rule fixes, from the scores of the masked ones; see RULES in unmask.py."""
     offset = tl.arange(0, L_PADDED)
     before = offset[None, :] < offset[:, None]
     rivals = masked[None, :]
-    ahead = rivals & ((score[None, :] > score[:, None]) | ((score[None, :] == score[:, None]) & before))
-    rank = tl.sum(ahead.to(tl.int32), 1)
+    if L_PADDED <= LONGEST_PAIRED:
+        ahead = rivals & ((score[None, :] > score[:, None]) | ((score[None, :] == score[:, None]) & before))
+        rank = tl.sum(ahead.to(tl.int32), 1)
+    else:
+        rank = _rank_in_turn(score, score_ptr, masked_ptr, L, L_PADDED)
     limit = tl.where(rule == ENTROPY, -parameter, parameter)
     chosen = (score >= limit) | (rank == 0)
     if rule == QUOTA:
@@ -269,8 +302,14 @@ def _choose(
         word, _4, _5, _6 = tl.philox(seed, zero, (block_start + offset).to(tl.uint32), at_step, zero + CHOICE_TAG)
         num_masked = tl.sum(masked.to(tl.int32), 0)
         wanted = 1 + tl.umulhi(drawn, zero + num_masked.to(tl.uint32)).to(tl.int32)
-        sooner = rivals & ((word[None, :] < word[:, None]) | ((word[None, :] == word[:, None]) & before))
-        chosen = tl.sum(sooner.to(tl.int32), 1) < wanted
+        if L_PADDED <= LONGEST_PAIRED:
+            sooner = rivals & ((word[None, :] < word[:, None]) | ((word[None, :] == word[:, None]) & before))
+            turn = tl.sum(sooner.to(tl.int32), 1)
+        else:
+            turn = _turn_in_turn(
+                word, masked_ptr, seed, block_start, step.to(tl.uint32), L, L_PADDED, CHOICE_TAG
+            )  # fmt: skip
+        chosen = turn < wanted
     return chosen
 
 
@@ -296,8 +335,8 @@ def _unmask_kernel(
     bad = tl.min(tl.where(masked & (finite == 0), offset, L), 0)
 
     chosen = _choose(
-        rule, tl.load(parameter_ptr + slot), score, masked, seed_ptr + slot, block_start, step, L, L_PADDED, COUNT_TAG,
-        CHOICE_TAG,
+        rule, tl.load(parameter_ptr + slot), score, masked, score_ptr + span * L, masked_ptr + slot * L,
+        seed_ptr + slot, block_start, step, L, L_PADDED, COUNT_TAG, CHOICE_TAG,
     )  # fmt: skip
     may_change = tl.where(was_done | (bad < L), 0, 1)
     chosen = tl.where(masked, chosen.to(tl.int32) * may_change, 0) > 0
