@@ -8,30 +8,17 @@ A command is a tuple of sections; sections are composed, never inherited.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from typing import Any, get_type_hints
 
-from dbench.unmasking_rules import DEFAULT_RULE, MAX_TEMPERATURE, RULE_PARAMETERS, UNMASKING_RULES
+from dbench.engine_options import COLOCATED as COLOCATED
+from dbench.engine_options import HYBRID as HYBRID
+from dbench.engine_options import EngineOptions as EngineOptions
+from dbench.option_fields import OptionSpec, option, rule_option
+from dbench.unmasking_rules import DEFAULT_RULE, MAX_TEMPERATURE, UNMASKING_RULES
 
 VARIABLE_PREFIX = "DBENCH_"
 """Of the environment variables of all options."""
-
-
-@dataclass(frozen=True, slots=True)
-class OptionSpec:
-    """What a declaration says beside the type and the default."""
-
-    help: str
-    panel: str
-    minimum: float | None = None
-    maximum: float | None = None
-    above: float | None = None
-    choices: tuple[str, ...] = ()
-    secret: bool = False
-    serve_only: bool = False  # a command that starts its own server sets this itself, or has no use for it
-    is_list: bool = False
-    allow_infinity: bool = False
-    auto: str = ""  # what an unset value becomes, for --help
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,102 +40,6 @@ class Option:
         return VARIABLE_PREFIX + self.name.upper()
 
 
-def option(default: Any, help: str, *, panel: str, **spec: Any) -> Any:
-    """A dataclass field that declares an option; `spec` holds fields of OptionSpec."""
-    return field(default=default, metadata={"option": OptionSpec(help=help, panel=panel, **spec)})
-
-
-def rule_option(name: str) -> Any:
-    """A dataclass field for the parameter of an unmasking rule: unset unless given, in the parameter's range."""
-    p = RULE_PARAMETERS[name]
-    auto = "none" if p.default is None else str(p.default)
-    return option(None, p.help, panel="Sampling", minimum=p.minimum, maximum=p.maximum, above=p.above, auto=auto)
-
-
-@dataclass(frozen=True, slots=True)
-class EngineOptions:
-    """What the workers decode, on which devices, and how they batch it."""
-
-    model: str | None = option(
-        None,
-        "Model directory in Hugging Face layout, or 'embedded' (the small model that comes with dbench).",
-        panel="Core",
-        auto="embedded",
-    )
-    gpus: str | None = option(None, "Devices, one worker each: 'cpu' or 'cpu,cpu'.", panel="Core", auto="cpu")
-    max_batch_size: int = option(128, "Sequences that one worker decodes at a time.", panel="Core", minimum=1)
-    block_length: int = option(32, "Consecutive positions decoded together.", panel="Core", minimum=1, maximum=1024)
-    max_gen_len: int | None = option(
-        None,
-        "Masks that every canvas carries, whatever its gen_length; a multiple of block_length.",
-        panel="Core",
-        minimum=1,
-        auto="each request's gen_length",
-    )
-    mask_id: int | None = option(
-        None, "Token id of the mask.", panel="Core", minimum=0, auto="mask_token_id of config.json"
-    )
-    max_tokens_per_iteration: int = option(
-        4096,
-        "Token budget of one engine iteration; unused budget is saved up for long refreshes.",
-        panel="Scheduling",
-        minimum=1,
-    )
-    prefill_scheduler_policy: str = option(
-        "least_outstanding_prefill_tokens",
-        "How a block finds its worker.",
-        panel="Scheduling",
-        choices=("least_outstanding_prefill_tokens", "round_robin"),
-    )
-    prefill_queue_policy: str = option(
-        "arrival_order",
-        "Order of the refreshes that wait in a worker; fewest_remaining_blocks can starve long requests.",
-        panel="Scheduling",
-        choices=("arrival_order", "fewest_remaining_blocks"),
-    )
-    max_block_retries: int = option(
-        2, "Times a block is restarted after its worker was lost or it failed alone.", panel="Scheduling", minimum=0
-    )
-    cache_mode: str = option(
-        "exact",
-        "exact: a block's steps keep K and V of all other positions; none: full recomputation, to compare quality.",
-        panel="Scheduling",
-        choices=("exact", "none"),
-    )
-    enable_overlap: bool = option(True, "Plan and launch the next batch while the last one runs.", panel="Scheduling")
-    kv_page_size: int = option(16, "Tokens of KV per page.", panel="KV", minimum=1, maximum=1024)
-    kv_max_pages: int | None = option(
-        None,
-        "KV pages per worker.",
-        panel="KV",
-        minimum=1,
-        auto="enough for max_batch_size canvases of the context limit, within a quarter of the free memory",
-    )
-    load_format: str = option(
-        "auto",
-        "auto: weights from the model directory; random: seeded random weights in its shapes, also for a size "
-        "without files (llada-8b, dream-7b, llada-tiny, dream-tiny).",
-        panel="Model",
-        choices=("auto", "random"),
-    )
-    dtype: str = option(
-        "auto",
-        "Number format of weights and KV; auto: float32 on CPU.",
-        panel="Model",
-        choices=("auto", "bfloat16", "float16", "float32"),
-    )
-    max_model_len: int | None = option(
-        None, "Longest canvas, in tokens.", panel="Model", minimum=1, auto="what the model's authors vouch for"
-    )
-    tokenizer: str | None = option(
-        None, "Directory that holds the tokenizer's files, or 'embedded'.", panel="Model", auto="the value of model"
-    )
-    served_model_name: str | None = option(
-        None, "Name of the model in status and reports.", panel="Model", auto="the value of model"
-    )
-    server_seed: int = option(0, "Seed of random weights and of the scheduler's tie-breaks.", panel="Model", minimum=0)
-
-
 @dataclass(frozen=True, slots=True)
 class ServiceOptions:
     """Where and how the server is reached, and what it writes."""
@@ -161,6 +52,18 @@ class ServiceOptions:
         minimum=0,
         maximum=65535,
         serve_only=True,
+    )
+    master_addr: str = option(
+        "localhost", "Address at which workers that exchange KV meet.", panel="Service", mode=HYBRID
+    )
+    master_port: int = option(
+        29500,
+        "Its port; 0: any free one.",
+        panel="Service",
+        minimum=0,
+        maximum=65535,
+        serve_only=True,
+        mode=HYBRID,
     )
     api_key: str | None = option(
         None, "Key that clients must send (authorization: Bearer KEY).", panel="Service", secret=True, auto="no key"

@@ -1,6 +1,6 @@
 """What a server needs and nobody gave: filled in stage by stage, before anything is started.
 
-basics -> devices -> memory_and_budget -> network -> validate; each takes and returns a ServePlan and
+mode -> basics -> devices -> memory_and_budget -> network -> validate; each takes and returns a ServePlan and
 raises OptionError or ModelError. No torch: the answers come from config.json and from the system.
 """
 
@@ -12,9 +12,10 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from dbench.config import AUTO_PREFIX, Resolved
+from dbench.engine_options import DEVICE_OPTIONS
 from dbench.errors import ModelError, OptionError
-from dbench.options import EngineOptions, SamplingOptions, ServiceOptions
-from dbench.serve.address import address_fault
+from dbench.options import HYBRID, EngineOptions, SamplingOptions, ServiceOptions, options_of
+from dbench.serve.address import address_fault, meeting_fault
 from dbench.serve.families import (
     EMBEDDED,
     ModelConfig,
@@ -24,6 +25,7 @@ from dbench.serve.families import (
     is_named_size,
     read_model_config,
 )
+from dbench.serve.routes import HYBRID_PREFILL_ROUTES, read_fast_pairs
 from dbench.serve.sequence import SamplingParameters
 from dbench.serve.tokenizer_files import WANTED_FILES, has_tokenizer
 
@@ -64,11 +66,6 @@ class ServePlan:
         assert self.model is not None, "the stage basics has run"
         return self.model
 
-    @property
-    def num_workers(self) -> int:
-        assert self.engine.gpus is not None, "the stage devices has run"
-        return len(self.engine.gpus.split(","))
-
     def auto(self, name: str, value: object, why: str) -> ServePlan:
         return replace(self, resolved=self.resolved.replace(name, value, f"{AUTO_PREFIX}{why}"))
 
@@ -95,6 +92,34 @@ def resolve_serve(resolved: Resolved, *, available_bytes: Callable[[], int] = av
     return plan.resolved
 
 
+def mode(plan: ServePlan) -> ServePlan:
+    """No option and no policy of the other mode."""
+    engine, resolved = plan.engine, plan.resolved
+    for option in (*options_of(EngineOptions), *options_of(ServiceOptions)):
+        is_foreign = option.spec.mode not in ("", engine.mode)
+        if is_foreign and resolved.is_explicit(option.name) and resolved.value(option.name) != option.default:
+            raise OptionError(
+                f"{resolved.place(option.name)}: belongs to mode {option.spec.mode}, and the mode is {engine.mode}; "
+                f"leave it out, or give --mode {option.spec.mode}"
+            )
+    if engine.mode == HYBRID:
+        if engine.prefill_scheduler_policy not in HYBRID_PREFILL_ROUTES:
+            known = ", ".join(HYBRID_PREFILL_ROUTES)
+            raise plan.refused(
+                "prefill_scheduler_policy", repr(engine.prefill_scheduler_policy), f"one of {known} in mode {HYBRID}"
+            )
+        if engine.cache_mode != "exact":
+            raise plan.refused(
+                "cache_mode", repr(engine.cache_mode), f"'exact' in mode {HYBRID}, which sends the cache"
+            )
+        try:
+            read_fast_pairs(engine.kv_fast_pairs)
+        except ValueError as error:
+            got = f"{engine.kv_fast_pairs!r}, where {error}"
+            raise plan.refused("kv_fast_pairs", got, "pairs of different devices such as 0-1,2-3") from None
+    return plan
+
+
 def basics(plan: ServePlan) -> ServePlan:
     """The model, its tokenizer and names, and the lengths that follow from it."""
     if plan.engine.model is None:
@@ -116,13 +141,21 @@ def basics(plan: ServePlan) -> ServePlan:
 
 def devices(plan: ServePlan) -> ServePlan:
     """Which device each worker owns, and the number format there."""
-    if plan.engine.gpus is None:
+    if plan.engine.mode != HYBRID and plan.engine.gpus is None:
         plan = plan.auto("gpus", CPU, "one CPU worker")
-    names = [name.strip() for name in (plan.engine.gpus or "").split(",")]
-    odd = [name for name in names if name != CPU]
-    if odd:
-        raise plan.refused("gpus", repr(odd[0]), "'cpu' or a list such as 'cpu,cpu': this version serves on CPUs only")
-    plan = plan.normalised("gpus", ",".join(names))
+    for option in DEVICE_OPTIONS[plan.engine.mode]:
+        given = plan.resolved.value(option)
+        if given is None:
+            raise plan.refused(
+                option, "nothing", f"the devices of these workers, such as 'cpu': mode {HYBRID} needs both kinds"
+            )
+        names = [name.strip() for name in given.split(",")]
+        odd = [name for name in names if name != CPU]
+        if odd:
+            raise plan.refused(
+                option, repr(odd[0]), "'cpu' or a list such as 'cpu,cpu': this version serves on CPUs only"
+            )
+        plan = plan.normalised(option, ",".join(names))
     if plan.engine.dtype == "auto":
         return plan.auto("dtype", "float32", "the devices are CPUs")
     if plan.engine.dtype not in CPU_DTYPES:
@@ -135,19 +168,20 @@ def memory_and_budget(plan: ServePlan) -> ServePlan:
     longest = _pages_of(plan, plan.engine.max_model_len or 0)
     if plan.engine.kv_max_pages is not None:
         return plan
+    num_workers = plan.engine.num_workers
     page_bytes = plan.known_model.kv_bytes_per_token(ELEMENT_SIZE[plan.engine.dtype]) * plan.engine.kv_page_size
     available = plan.available_bytes()
-    if longest * page_bytes * plan.num_workers > available:
+    if longest * page_bytes * num_workers > available:
         raise OptionError(
-            f"kv_max_pages: one canvas of max_model_len {plan.engine.max_model_len} on each of {plan.num_workers} "
-            f"workers needs {_gib(longest * page_bytes * plan.num_workers)} of KV, {_gib(available)} are available; "
+            f"kv_max_pages: one canvas of max_model_len {plan.engine.max_model_len} on each of {num_workers} "
+            f"workers needs {_gib(longest * page_bytes * num_workers)} of KV, {_gib(available)} are available; "
             "lower --max-model-len or use fewer workers"
         )
-    within_share = available // MEMORY_SHARE // plan.num_workers // page_bytes
+    within_share = available // MEMORY_SHARE // num_workers // page_bytes
     full_batch = plan.engine.max_batch_size * longest
     if full_batch <= within_share:
         return plan.auto("kv_max_pages", full_batch, "max_batch_size canvases of max_model_len")
-    why = f"a quarter of {_gib(available)} available memory, shared by {plan.num_workers} worker(s)"
+    why = f"a quarter of {_gib(available)} available memory, shared by {num_workers} worker(s)"
     if within_share < longest:
         why = "one canvas of max_model_len"
     return plan.auto("kv_max_pages", max(longest, within_share), why)
@@ -155,7 +189,7 @@ def memory_and_budget(plan: ServePlan) -> ServePlan:
 
 def network(plan: ServePlan) -> ServePlan:
     """An address that may be bound, and a port that is free."""
-    fault = address_fault(plan.service)
+    fault = address_fault(plan.service) or (meeting_fault(plan.service) if plan.engine.mode == HYBRID else None)
     if fault is not None:
         raise plan.refused(fault.option, fault.got, fault.wanted)
     return plan
@@ -191,7 +225,7 @@ def validate(plan: ServePlan) -> ServePlan:
     return plan
 
 
-STAGES: tuple[Callable[[ServePlan], ServePlan], ...] = (basics, devices, memory_and_budget, network, validate)
+STAGES: tuple[Callable[[ServePlan], ServePlan], ...] = (mode, basics, devices, memory_and_budget, network, validate)
 
 
 def check_sampling(resolved: Resolved) -> None:

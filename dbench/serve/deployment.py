@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from dbench.errors import OptionError
-from dbench.options import EngineOptions
+from dbench.options import HYBRID, EngineOptions
 from dbench.serve.engine import EngineLimits
 from dbench.serve.families import FAMILIES, ModelConfig, find_model, read_model_config
 from dbench.serve.validation import RequestLimits
@@ -24,6 +24,8 @@ class Deployment:
     model: ModelConfig
     devices: tuple[str, ...]
     """One worker each; its place is its worker id."""
+    num_prefill: int
+    """So many of them, from the first, only refresh; 0 in colocated mode."""
     max_model_len: int
     max_gen_len: int | None
     kv_max_pages: int
@@ -58,12 +60,13 @@ class Deployment:
 def deployment_of(options: EngineOptions) -> Deployment:
     """Read the model's config.json. Raises OptionError for an option that is still open, and ModelError."""
     model_dir = find_model(_resolved(options.model, "model"))
-    devices = tuple(device.strip() for device in _resolved(options.gpus, "gpus").split(","))
+    prefill, devices = _devices(options)
     return Deployment(
         options=options,
         model_dir=model_dir,
         model=read_model_config(model_dir),
-        devices=devices,
+        devices=(*prefill, *devices),
+        num_prefill=len(prefill),
         max_model_len=_resolved(options.max_model_len, "max_model_len"),
         max_gen_len=options.max_gen_len,
         kv_max_pages=_resolved(options.kv_max_pages, "kv_max_pages"),
@@ -71,6 +74,18 @@ def deployment_of(options: EngineOptions) -> Deployment:
         tokenizer=_resolved(options.tokenizer, "tokenizer"),
         served_model_name=_resolved(options.served_model_name, "served_model_name"),
     )
+
+
+def _devices(options: EngineOptions) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Those of workers that only refresh, and those of the others."""
+    if options.mode == HYBRID:
+        decoding = _resolved(options.hybrid_colocated_gpus, "hybrid_colocated_gpus")
+        return _names(_resolved(options.prefill_gpus, "prefill_gpus")), _names(decoding)
+    return (), _names(_resolved(options.gpus, "gpus"))
+
+
+def _names(devices: str) -> tuple[str, ...]:
+    return tuple(device.strip() for device in devices.split(","))
 
 
 def _resolved(value: V | None, name: str) -> V:

@@ -83,7 +83,7 @@ class Hub:
     @property
     def is_ready(self) -> bool:
         """Requests that come now will be run by somebody."""
-        return self.is_open and not self.is_draining and bool(self._scheduler.fleet.in_phase(WorkerPhase.READY))
+        return self.is_open and not self.is_draining and self._scheduler.fleet.can_work
 
     @property
     def num_in_server(self) -> int:

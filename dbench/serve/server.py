@@ -10,7 +10,6 @@ import asyncio
 import json
 import logging
 import os
-import random
 import secrets
 import signal
 import sys
@@ -33,10 +32,12 @@ from dbench.serve.fleet import Fleet
 from dbench.serve.handover import ServerConfig, WorkerConfig
 from dbench.serve.hub import Hub
 from dbench.serve.local_workers import LocalWorkers
-from dbench.serve.policy import PREFILL_ROUTES, RouteState, choose
+from dbench.serve.placement import PLACERS
+from dbench.serve.policy import choose
 from dbench.serve.recorder import Recorder
 from dbench.serve.restarts import Restarts
-from dbench.serve.scheduler import Scheduler, SchedulerRules
+from dbench.serve.scheduler import Scheduler
+from dbench.serve.scheduler_records import SchedulerRules
 from dbench.serve.status import ServerDescription
 from dbench.serve.tables import TableWriter
 
@@ -168,9 +169,13 @@ def build_hub(deployment: Deployment, service: ServiceOptions, recorder: Recorde
         max_queued_requests=service.max_queued_requests,
         worker_timeout_s=service.worker_timeout_s,
     )
-    policy = choose("prefill_scheduler_policy", PREFILL_ROUTES, options.prefill_scheduler_policy)
-    route_state = RouteState(random.Random(options.server_seed))
-    scheduler = Scheduler(rules, Fleet(deployment.devices), policy, route_state, lambda: uuid.uuid4().hex)
+    fleet = Fleet(
+        deployment.devices,
+        num_prefill=deployment.num_prefill,
+        refreshes_anywhere=deployment.num_prefill == 0 or options.enable_hybrid_prefill_overflow,
+    )
+    placer = choose("mode", PLACERS, options.mode)(options, fleet)
+    scheduler = Scheduler(rules, fleet, placer, lambda: uuid.uuid4().hex)
     return Hub(scheduler, recorder, clock=time.monotonic, log_requests=service.log_requests)
 
 

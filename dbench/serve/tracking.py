@@ -45,7 +45,11 @@ class TrackedRequest:
     alone: bool = False
     """Its block runs alone from now on: a batch that it was in has failed."""
     worker_id: int | None = None
-    """Who decodes its block."""
+    """Who decodes its block, or is to."""
+    refresher_id: int | None = None
+    """Hybrid mode: the prefill worker that refreshes its block, until that has handed it over."""
+    pinned_to: int | None = None
+    """The worker that all its blocks go to."""
     avoid_worker_id: int | None = None
     """Who failed its block last."""
     block_ends: list[int] = field(default_factory=list)
@@ -58,6 +62,11 @@ class TrackedRequest:
     @property
     def key(self) -> BlockKey:
         return BlockKey(self.request.request_id, self.block_index, self.attempt)
+
+    @property
+    def holder_ids(self) -> tuple[int, ...]:
+        """The workers that hold its block."""
+        return tuple(worker_id for worker_id in (self.worker_id, self.refresher_id) if worker_id is not None)
 
     @property
     def num_gen_tokens(self) -> int:
@@ -77,6 +86,10 @@ class TrackedRequest:
             num_remaining_blocks=self.shape.num_blocks - self.block_index,
             alone=self.alone,
         )
+
+    def leave_workers(self) -> None:
+        """No worker's word about its block counts any more."""
+        self.worker_id = self.refresher_id = None
 
     def append_block(self, token_ids: tuple[int, ...], num_forward_passes: int) -> None:
         """Take in a finished block; the next one starts with attempt 0."""
@@ -103,7 +116,7 @@ class TrackedRequest:
         self.status = status
         self.error = error
         self.completion_s = now_s
-        self.worker_id = None
+        self.leave_workers()
         self.request = replace(self.request, prompt_token_ids=())
 
     def finished_blocks(self, start: int) -> tuple[FinishedBlock, ...]:

@@ -23,8 +23,8 @@ NOT_FOUND = "NOT_FOUND"
 AUTHORIZATION = "authorization"
 """Metadata key that carries the API key."""
 
-COLOCATED = "colocated"
-"""The kind of a worker that refreshes and decodes."""
+PREFILL = "prefill"
+"""The kind of a worker that only refreshes, in hybrid mode; all others are COLOCATED: they do both."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,16 +3,29 @@
 from __future__ import annotations
 
 import random
+from array import array
 from collections.abc import Iterator
 from itertools import count
 from typing import Any, TypeVar
 
 from dbench.events import Event
 from dbench.serve.fleet import Fleet
-from dbench.serve.policy import PREFILL_ROUTES, RouteState
-from dbench.serve.scheduler import Scheduler, SchedulerRules
-from dbench.serve.sequence import BlockEnd, BlockKey, BlockOutcome, BlockStep, BlockTask, BlockTimes, Fault
-from dbench.serve.tracking import TrackedRequest
+from dbench.serve.placement import ColocatedPlacer
+from dbench.serve.routes import PREFILL_ROUTES, RouteState
+from dbench.serve.scheduler import Scheduler
+from dbench.serve.scheduler_records import SchedulerRules
+from dbench.serve.sequence import (
+    BlockEnd,
+    BlockKey,
+    BlockOutcome,
+    BlockStep,
+    BlockTask,
+    BlockTimes,
+    Fault,
+    Request,
+    SamplingParameters,
+)
+from dbench.serve.tracking import RequestShape, TrackedRequest
 from dbench.serve.validation import RequestLimits
 from dbench.serve.wire import Submission
 from dbench.serve.wire_link import Command, EngineProgress, Hello, Ready, RunBlock
@@ -39,13 +52,18 @@ class Rig:
     """Drives a scheduler; keeps every command and event it gave."""
 
     def __init__(
-        self, num_workers: int = 2, given: SchedulerRules | None = None, policy: str = "round_robin", ready: bool = True
+        self,
+        num_workers: int = 2,
+        given: SchedulerRules | None = None,
+        policy: str = "round_robin",
+        *,
+        ready: bool = True,
+        sticky: bool = False,
     ) -> None:
         ids = (f"r{number}" for number in count())
         self.fleet = Fleet(["cpu"] * num_workers)
-        self.scheduler = Scheduler(
-            given or rules(), self.fleet, PREFILL_ROUTES[policy], RouteState(random.Random(0)), lambda: next(ids)
-        )
+        placer = ColocatedPlacer(self.fleet, PREFILL_ROUTES[policy], RouteState(random.Random(0)), sticky=sticky)
+        self.scheduler = Scheduler(given or rules(), self.fleet, placer, lambda: next(ids))
         self.now_s = 100.0
         self.commands: list[tuple[int, Command]] = []
         self.events: list[Event] = []
@@ -115,7 +133,10 @@ class Rig:
 
     def finish_block(self, first_id: int = 10) -> None:
         """The worker of the last block sent answers that it is done."""
-        worker_id, task = self.last_task()
+        self.answer(*self.last_task(), first_id=first_id)
+
+    def answer(self, worker_id: int, task: BlockTask, *, first_id: int = 10) -> None:
+        """The worker says that a block is done."""
         self.progress(worker_id, done(task, tuple(range(first_id, first_id + task.block_length))))
 
     def of(self, kind: type[E]) -> list[E]:
@@ -135,3 +156,10 @@ def failed(task: BlockTask, error: str = "batch failed", fault: Fault = Fault.BA
 
 def cancelled(task: BlockTask) -> BlockEnd:
     return BlockEnd.without_steps(task.key, BlockOutcome.CANCELLED)
+
+
+def make_tracked(num_prompt: int, num_masks: int, sampling: SamplingParameters) -> TrackedRequest:
+    """A request as it came in, with one block of 32 per 32 masks."""
+    request = Request("r", (1,) * num_prompt, num_masks, sampling, 0, False, 0.0)
+    shape = RequestShape(num_prompt, num_masks, 32, num_masks // 32)
+    return TrackedRequest(request, shape, 1, array("i", request.prompt_token_ids), ready_s=0.0)
