@@ -2,7 +2,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test lint proto install clean
+.PHONY: demo test chaos lint proto install clean
 
 install: $(VENV)/.installed
 
@@ -20,6 +20,10 @@ demo: install
 
 test: lint
 	$(BIN)/python -m pytest
+
+# Ten times the requests of the test of the same name in `make test`.
+chaos: install
+	$(BIN)/python -m pytest tests/serve/test_chaos.py --chaos-requests 2000
 
 lint: install
 	$(BIN)/ruff check .

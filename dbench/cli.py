@@ -62,6 +62,12 @@ def _submit(invocation: Invocation) -> int:
     return submit_command(invocation)
 
 
+def _worker(invocation: Invocation) -> int:
+    from dbench.commands.worker import worker_command
+
+    return worker_command(invocation)
+
+
 def _report(invocation: Invocation) -> int:
     from dbench.commands.report import report_command
 
@@ -99,6 +105,7 @@ COMMANDS: tuple[Command, ...] = (
         has_json=True,
         hidden=("server", "qps", "concurrency"),
     ),
+    Command("worker", "Work for a server on this or another host until Ctrl-C or SIGTERM.", _worker, hidden=NO_VIEW),
     Command("submit", "Send one request to a server and print its answer.", _submit, has_json=True, hidden=NO_VIEW),
     Command(
         "report",

@@ -11,6 +11,8 @@ HYBRID = "hybrid"
 MODES = (COLOCATED, HYBRID)
 DEVICE_OPTIONS = {COLOCATED: ("gpus",), HYBRID: ("prefill_gpus", "hybrid_colocated_gpus")}
 """mode -> the options that name its workers' devices, in the order of the workers' numbers."""
+NO_DEVICE = "none"
+"""The value of gpus for a server whose workers all come from elsewhere."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +33,11 @@ class EngineOptions:
         choices=MODES,
     )
     gpus: str | None = option(
-        None, "Devices, one worker each: 'cpu' or 'cpu,cpu'.", panel="Core", auto="cpu", mode=COLOCATED
+        None,
+        "Devices of this machine, one worker each: 'cpu' or 'cpu,cpu'; 'none': all workers come from elsewhere.",
+        panel="Core",
+        auto="cpu",
+        mode=COLOCATED,
     )
     prefill_gpus: str | None = option(
         None, "Devices of the workers that only refresh, as in gpus.", panel="Core", auto="none", mode=HYBRID

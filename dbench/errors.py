@@ -6,6 +6,7 @@
     |   |-- ModelError        a model directory, its config, tensors or tokenizer
     |   |-- TraceError        a trace name or file
     |   |-- SlaError          an --sla rule
+    |   |-- WorkerRefused     a worker that its server does not take in
     |   `-- RequestError      a request that the server refuses (INVALID_ARGUMENT)
     |-- ServerError           exit code 1: the server side failed
     |   |-- ServerStartError  a server or a worker did not become ready
@@ -56,6 +57,10 @@ class TraceError(UsageError):
 
 class SlaError(UsageError):
     """An SLA rule that cannot be read."""
+
+
+class WorkerRefused(UsageError):
+    """A server does not take a worker in, and would not later either."""
 
 
 class RequestError(UsageError):

@@ -288,6 +288,14 @@ class WorkerLost(Event):
     reason: str
 
 
+@dataclass(frozen=True, slots=True)
+class WorkerLeft(Event):
+    """A worker's stream ended as it was meant to: it was drained."""
+
+    kind: ClassVar[str] = "worker_left"
+    worker_id: int
+
+
 EVENT_TYPES: dict[str, type[Event]] = {
     t.kind: t
     for t in (
@@ -307,6 +315,7 @@ EVENT_TYPES: dict[str, type[Event]] = {
         BatchExecuted,
         WorkerUp,
         WorkerLost,
+        WorkerLeft,
     )
 }
 

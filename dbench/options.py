@@ -69,6 +69,21 @@ class ServiceOptions:
         None, "Key that clients must send (authorization: Bearer KEY).", panel="Service", secret=True, auto="no key"
     )
     allow_insecure_bind: bool = option(False, "Allow an address other than loopback without TLS.", panel="Service")
+    worker_key: str | None = option(
+        None,
+        "Key with which workers of other hosts may join, by 'dbench worker'.",
+        panel="Workers of other hosts",
+        secret=True,
+        auto="none may join",
+        serve_only=True,
+    )
+    num_remote_workers: int = option(
+        0,
+        "Workers of other hosts that the server waits for; more may join at any time.",
+        panel="Workers of other hosts",
+        minimum=0,
+        serve_only=True,
+    )
     max_queued_requests: int = option(
         10000, "Requests in the server at a time; further ones get RESOURCE_EXHAUSTED.", panel="Service", minimum=1
     )
@@ -247,6 +262,30 @@ class ClientOptions:
 
 
 @dataclass(frozen=True, slots=True)
+class WorkerOptions:
+    """A worker that joins a running server."""
+
+    scheduler: str = option("127.0.0.1:50051", "The server to work for, at host:port.", panel="Server")
+    worker_key: str | None = option(
+        None, "Key that the server was started with.", panel="Server", secret=True, auto="none; it must be given"
+    )
+    reconnect_timeout_s: float = option(
+        600.0, "Time without a server after which the worker ends; 0: it tries for ever.", panel="Server", minimum=0
+    )
+    gpu: str = option("cpu", "Device of the worker: 'cpu', or the number of a CUDA device.", panel="Worker")
+    model: str | None = option(None, "Model directory on this host.", panel="Worker", auto="where the server has it")
+    num_threads: int | None = option(
+        None, "Threads that compute on the CPU.", panel="Worker", minimum=1, auto="one per core"
+    )
+    drain_timeout_s: float = option(
+        30.0,
+        "Time for running blocks to end after Ctrl-C or SIGTERM; then they are handed back.",
+        panel="Worker",
+        minimum=0,
+    )
+
+
+@dataclass(frozen=True, slots=True)
 class ProfileOptions:
     """What `dbench trace make` draws from a length profile."""
 
@@ -265,6 +304,7 @@ COMMAND_SECTIONS: dict[str, tuple[type, ...]] = {
         ServiceOptions,
         TerminalOptions,
     ),
+    "worker": (WorkerOptions, TerminalOptions),
     "submit": (ClientOptions, SamplingOptions, TerminalOptions),
     "report": (TerminalOptions,),
     "trace show": (TerminalOptions,),

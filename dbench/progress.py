@@ -17,7 +17,7 @@ class WorkerProgress:
     worker_id: int
     device: str
     state: str
-    """starting, idle, queued, busy, draining, ended or lost."""
+    """awaited (from another host), starting, idle, queued, busy, draining, ended or lost."""
     queue_depth_waiting: int
     queue_depth_active: int
     pages_used: int
@@ -26,6 +26,8 @@ class WorkerProgress:
     """Steps of sequences, refreshes included, void spans not."""
     num_unmasked_tokens: int
     """Returned tokens."""
+    num_losses: int = 0
+    """Times that it was lost, whether or not it came back."""
 
 
 class ServerState(StrEnum):

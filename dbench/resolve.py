@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from dbench.config import AUTO_PREFIX, Resolved
-from dbench.engine_options import DEVICE_OPTIONS
+from dbench.engine_options import DEVICE_OPTIONS, NO_DEVICE
 from dbench.errors import ModelError, OptionError
 from dbench.options import HYBRID, EngineOptions, SamplingOptions, ServiceOptions, options_of
 from dbench.serve.address import address_fault, meeting_fault
@@ -146,10 +146,10 @@ def devices(plan: ServePlan) -> ServePlan:
     for option in DEVICE_OPTIONS[plan.engine.mode]:
         given = plan.resolved.value(option)
         if given is None:
-            raise plan.refused(
-                option, "nothing", f"the devices of these workers, such as 'cpu': mode {HYBRID} needs both kinds"
-            )
+            raise plan.refused(option, "nothing", f"devices such as 'cpu': mode {HYBRID} needs both kinds of workers")
         names = [name.strip() for name in given.split(",")]
+        if option == "gpus" and names == [NO_DEVICE]:
+            return _no_device(plan)
         odd = [name for name in names if name != CPU]
         if odd:
             raise plan.refused(
@@ -160,6 +160,15 @@ def devices(plan: ServePlan) -> ServePlan:
         return plan.auto("dtype", "float32", "the devices are CPUs")
     if plan.engine.dtype not in CPU_DTYPES:
         raise plan.refused("dtype", repr(plan.engine.dtype), f"one of {', '.join(CPU_DTYPES)} on CPUs")
+    return plan
+
+
+def _no_device(plan: ServePlan) -> ServePlan:
+    if not plan.service.num_remote_workers:
+        raise plan.refused("gpus", repr(NO_DEVICE), "a device, or --num-remote-workers that come from elsewhere")
+    plan = plan.normalised("gpus", NO_DEVICE)
+    if plan.engine.dtype == "auto":
+        return plan.auto("dtype", "float32", "the devices of remote workers are not known; bfloat16 suits GPUs")
     return plan
 
 
@@ -188,8 +197,12 @@ def memory_and_budget(plan: ServePlan) -> ServePlan:
 
 
 def network(plan: ServePlan) -> ServePlan:
-    """An address that may be bound, and a port that is free."""
-    fault = address_fault(plan.service) or (meeting_fault(plan.service) if plan.engine.mode == HYBRID else None)
+    """An address that may be bound, a port that is free, and a key for those who join from elsewhere."""
+    service = plan.service
+    if service.num_remote_workers and service.worker_key is None:
+        wanted = "0, or a --worker-key with which they join (better as the variable DBENCH_WORKER_KEY)"
+        raise plan.refused("num_remote_workers", service.num_remote_workers, wanted)
+    fault = address_fault(service) or (meeting_fault(service) if plan.engine.mode == HYBRID else None)
     if fault is not None:
         raise plan.refused(fault.option, fault.got, fault.wanted)
     return plan

@@ -16,7 +16,15 @@ from dbench.console.look import NOTHING, Glyphs, clean, duration, elapsed, numbe
 from dbench.console.rates import RateTable
 from dbench.console.run_view import finished_share
 from dbench.console.trials import margin_text, value_text
-from dbench.progress import Progress, RunProgress, SearchProgress, ServeProgress, TrialProgress, Verdict
+from dbench.progress import (
+    Progress,
+    RunProgress,
+    SearchProgress,
+    ServeProgress,
+    TrialProgress,
+    Verdict,
+    WorkerProgress,
+)
 
 INTERVAL_S = 5.0
 ERROR_INTERVAL_S = 1.0
@@ -188,8 +196,15 @@ def _workers_text(progress: ServeProgress | RunProgress, rates: RateTable) -> st
         return ""
     kv = share_of(sum(w.pages_used for w in workers), sum(w.pages_total for w in workers))
     speed, tpf = number(rates.total.tokens_per_s), number(rates.total.tokens_per_pass)
-    lost = sum(w.state == "lost" for w in workers)
-    return f", {speed} tokens/s, TPF {tpf}, KV use {percent(kv)}" + (f", {lost} workers lost" if lost else "")
+    return f", {speed} tokens/s, TPF {tpf}, KV use {percent(kv)}{_losses_text(workers)}"
+
+
+def _losses_text(workers: Sequence[WorkerProgress]) -> str:
+    """Who is away, and who came back."""
+    losses = sum(w.num_losses for w in workers)
+    away = sum(w.state == "lost" or (w.num_losses > 0 and w.state in ("starting", "awaited")) for w in workers)
+    text = f", {away} workers lost" if away else ""
+    return text + (f", {losses} losses of workers so far" if losses > away else "")
 
 
 def _stage(progress: Progress) -> object:

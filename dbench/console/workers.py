@@ -19,11 +19,12 @@ STATE_STYLES = {
     "idle": "dim",
     "queued": "yellow",
     "starting": "yellow",
+    "awaited": "yellow",
     "draining": "magenta",
     "ended": "dim",
     "lost": "bold red",
 }
-_HOLLOW = frozenset({"idle", "starting", "ended"})
+_HOLLOW = frozenset({"idle", "starting", "awaited", "ended"})
 
 
 def workers_box(workers: Sequence[WorkerProgress], rates: RateTable, page: Page, max_rows: int) -> Lines:
@@ -33,7 +34,9 @@ def workers_box(workers: Sequence[WorkerProgress], rates: RateTable, page: Page,
     if not workers:
         return box(titled("workers"), [Text("no worker has reported yet", style="dim")], page)
     shown = workers if len(workers) <= max_rows else workers[: max(0, max_rows - 1)]
-    body = table(_columns(page), [_row(w, rates.of(w.worker_id), page) for w in shown], page.inner_width, page.glyphs)
+    with_losses = any(w.num_losses for w in workers)
+    rows = [_row(w, rates.of(w.worker_id), page, with_losses=with_losses) for w in shown]
+    body = table(_columns(page, with_losses=with_losses), rows, page.inner_width, page.glyphs)
     hidden = workers[len(shown) :]
     if hidden:
         more = f"{page.glyphs.ellipsis} {len(hidden)} more: {_states(hidden)}"
@@ -80,7 +83,7 @@ def _states(workers: Sequence[WorkerProgress]) -> str:
     return ", ".join(f"{counts[s]} {s}" for s in sorted(counts, key=lambda s: (order.get(s, len(order)), s)))
 
 
-def _columns(page: Page) -> list[Column]:
+def _columns(page: Page, *, with_losses: bool) -> list[Column]:
     columns = [
         Column("id", right=True),
         Column("device", rank=5, min_width=8),
@@ -91,6 +94,8 @@ def _columns(page: Page) -> list[Column]:
         Column("TPF", rank=3, right=True),
         Column("KV use", rank=4, min_width=6, max_width=24),
     ]
+    if with_losses:
+        columns.append(Column("lost", right=True))
     if page.is_wide:
         columns.append(Column("pages", rank=6, right=True))
         columns.append(Column("tokens", rank=7, right=True))
@@ -99,7 +104,7 @@ def _columns(page: Page) -> list[Column]:
     return columns
 
 
-def _row(worker: WorkerProgress, rate: Rate, page: Page) -> list[Cell]:
+def _row(worker: WorkerProgress, rate: Rate, page: Page, *, with_losses: bool) -> list[Cell]:
     g = page.glyphs
     state = clean(worker.state, g)
     mark = "" if g.only_ascii else (g.hollow if state in _HOLLOW else g.dot) + " "
@@ -113,6 +118,9 @@ def _row(worker: WorkerProgress, rate: Rate, page: Page) -> list[Cell]:
         Text(number(rate.tokens_per_pass)),
         _kv_cell(worker, g),
     ]
+    if with_losses:
+        times = f"{worker.num_losses} x" if worker.num_losses else ""
+        row.append(Text(times, style="red"))
     if page.is_wide:
         row.append(Text(f"{worker.pages_used:,}/{worker.pages_total:,}" if worker.pages_total else NOTHING))
         row.append(Text(f"{worker.num_unmasked_tokens:,}"))

@@ -10,7 +10,7 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from dbench.events import BatchExecuted, SchedulerDepth, WorkerLost, WorkerState, WorkerUp
+from dbench.events import BatchExecuted, SchedulerDepth, WorkerLeft, WorkerLost, WorkerState, WorkerUp
 from dbench.measure.event_log import EventLog, Window
 
 _DEPTHS = (
@@ -27,7 +27,7 @@ _DEPTHS = (
 def worker_intervals(log: EventLog, window: Window) -> pd.DataFrame:
     """One row per recorded state, in the window, tiling it for each worker: worker_id, start_time, end_time, state,
     the depths, token sums and pages of WorkerState, and kv_page_utilization_ratio. A worker whose stream ended is
-    `lost` until it is up again.
+    `lost`, or `ended` after a drain, until it is up again.
     """
     states = log.of(WorkerState)
     recorded = pd.DataFrame(
@@ -48,6 +48,7 @@ def worker_intervals(log: EventLog, window: Window) -> pd.DataFrame:
     pages |= {e.worker_id: e.pages_total for e in log.of(WorkerUp)}
     changes = [(e.worker_id, e.at_s, "idle") for e in log.of(WorkerUp)]
     changes += [(e.worker_id, e.at_s, "lost") for e in log.of(WorkerLost)]
+    changes += [(e.worker_id, e.at_s, "ended") for e in log.of(WorkerLeft)]
     changes += [(worker_id, -np.inf, "idle") for worker_id in {*pages, *(c[0] for c in changes)}]
     empty = pd.DataFrame(changes, columns=["worker_id", "at_s", "state"])
     empty = empty.assign(**dict.fromkeys(_DEPTHS, 0))

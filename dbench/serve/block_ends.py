@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, replace
 
 from dbench.events import BlockFinished
-from dbench.serve.fleet import SCHEDULER, Assignment, Worker
+from dbench.serve.fleet import SCHEDULER, Assignment, Worker, WorkerPhase
 from dbench.serve.sequence import BlockEnd, BlockOutcome, Fault, RefreshTimes
 from dbench.serve.tracking import TrackedRequest
 
@@ -19,8 +19,10 @@ class Problem:
     fault: Fault
 
 
-def problem_of(end: BlockEnd, tracked: TrackedRequest) -> Problem | None:
+def problem_of(end: BlockEnd, tracked: TrackedRequest, worker: Worker) -> Problem | None:
     """None: the block's ids are the next ones of the request."""
+    if end.outcome is BlockOutcome.CANCELLED and worker.phase is WorkerPhase.DRAINING:
+        return Problem(f"worker {worker.worker_id} left", Fault.NOBODY)
     if end.outcome is BlockOutcome.CANCELLED:
         return Problem("the worker dropped a block that nobody had cancelled", Fault.WORKER)
     if end.outcome is BlockOutcome.FAILED:

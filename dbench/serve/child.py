@@ -65,6 +65,14 @@ def log_to_stderr(level: int) -> None:
     logging.basicConfig(level=level, format=LOG_FORMAT, stream=sys.stderr)
 
 
+def num_cores() -> int:
+    """Cores that this process may use."""
+    try:
+        return len(os.sched_getaffinity(0))
+    except AttributeError:  # only Linux can tell
+        return os.cpu_count() or 1
+
+
 class LogLine(NamedTuple):
     """What a child wrote on standard error."""
 

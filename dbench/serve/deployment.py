@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
+from dbench.engine_options import NO_DEVICE
 from dbench.errors import OptionError
 from dbench.options import HYBRID, EngineOptions
 from dbench.serve.engine import EngineLimits
 from dbench.serve.families import FAMILIES, ModelConfig, find_model, read_model_config
 from dbench.serve.validation import RequestLimits
+
+FINGERPRINT_BYTES = 1 << 20
+"""Of the end of each file of weights: other weights of the same shapes differ there."""
 
 V = TypeVar("V")
 
@@ -23,7 +28,7 @@ class Deployment:
     model_dir: Path
     model: ModelConfig
     devices: tuple[str, ...]
-    """One worker each; its place is its worker id."""
+    """Of this machine, one worker each; its place is its worker id."""
     num_prefill: int
     """So many of them, from the first, only refresh; 0 in colocated mode."""
     max_model_len: int
@@ -56,6 +61,17 @@ class Deployment:
             logit_shift=FAMILIES[self.model.family].logit_shift,
         )
 
+    def model_fingerprint(self) -> str:
+        """Equal on two hosts with one configuration and, as far as a look at the files tells, one content."""
+        digest = hashlib.sha256(repr(self.model).encode())
+        if self.options.load_format == "auto":
+            for path in sorted(self.model_dir.glob("*.safetensors")):
+                digest.update(f"{path.name} {path.stat().st_size}\n".encode())
+                with path.open("rb") as file:
+                    file.seek(max(0, path.stat().st_size - FINGERPRINT_BYTES))
+                    digest.update(file.read())
+        return digest.hexdigest()
+
 
 def deployment_of(options: EngineOptions) -> Deployment:
     """Read the model's config.json. Raises OptionError for an option that is still open, and ModelError."""
@@ -81,7 +97,8 @@ def _devices(options: EngineOptions) -> tuple[tuple[str, ...], tuple[str, ...]]:
     if options.mode == HYBRID:
         decoding = _resolved(options.hybrid_colocated_gpus, "hybrid_colocated_gpus")
         return _names(_resolved(options.prefill_gpus, "prefill_gpus")), _names(decoding)
-    return (), _names(_resolved(options.gpus, "gpus"))
+    gpus = _resolved(options.gpus, "gpus")
+    return (), (() if gpus == NO_DEVICE else _names(gpus))
 
 
 def _names(devices: str) -> tuple[str, ...]:

@@ -15,7 +15,7 @@ from dbench.options import ServiceOptions
 from dbench.serve.address import address_fault, join_host_port
 from dbench.serve.client_service import SERVICE_NAME, ApiKeyInterceptor, ClientService
 from dbench.serve.hub import Hub
-from dbench.serve.link_service import WorkerLinkService
+from dbench.serve.link_service import WorkerLinkService, WorkerTerms
 from dbench.serve.proto import dbench_pb2 as pb
 from dbench.serve.proto.dbench_pb2_grpc import add_DbenchServicer_to_server, add_WorkerLinkServicer_to_server
 from dbench.serve.wire import MAX_MESSAGE_BYTES, ServerStatus, bearer
@@ -45,11 +45,11 @@ class Endpoint:
     """Between `start` and `stop` it answers at `address`."""
 
     def __init__(
-        self, hub: Hub, service: ServiceOptions, worker_key: str, describe: Callable[[], ServerStatus]
+        self, hub: Hub, service: ServiceOptions, terms: WorkerTerms, describe: Callable[[], ServerStatus]
     ) -> None:
         self._hub = hub
         self._service = service
-        self._worker_key = worker_key
+        self._terms = terms
         self._describe = describe
         self._health = health_aio.HealthServicer()
         self._server: grpc.aio.Server | None = None
@@ -72,7 +72,7 @@ class Endpoint:
         interceptors = [] if key is None else [ApiKeyInterceptor(bearer(key))]
         server = grpc.aio.server(options=SERVER_OPTIONS, interceptors=interceptors)
         add_DbenchServicer_to_server(ClientService(self._hub, self._describe), server)  # type: ignore[no-untyped-call]
-        add_WorkerLinkServicer_to_server(WorkerLinkService(self._hub, self._worker_key), server)  # type: ignore[no-untyped-call]
+        add_WorkerLinkServicer_to_server(WorkerLinkService(self._hub, self._terms), server)  # type: ignore[no-untyped-call]
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         names = (SERVICE_NAME, LINK_SERVICE, HEALTH_SERVICE, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, server)

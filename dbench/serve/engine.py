@@ -99,6 +99,16 @@ class Engine:
         """Nothing waits, runs, is in flight or is still to be reported."""
         return not (self._waiting or self._running or self._in_flight or self._ended)
 
+    @property
+    def waiting(self) -> tuple[BlockKey, ...]:
+        """The blocks whose refresh has not begun."""
+        return tuple(self._queued)
+
+    @property
+    def held(self) -> tuple[BlockKey, ...]:
+        """All blocks that have not ended."""
+        return (*self._queued, *self._running_slots)
+
     def submit(self, task: BlockTask, received_s: float | None = None) -> None:
         """Queue a block that came at `received_s` of the clock, now by default: it has waited since.
 

@@ -12,7 +12,7 @@ from dbench.options import COLOCATED
 from dbench.serve.routes import WorkerLoad
 from dbench.serve.sequence import BlockEnd, BlockKey
 from dbench.serve.wire import PREFILL, WorkerStatus
-from dbench.serve.wire_link import EngineProgress, Ready
+from dbench.serve.wire_link import EngineProgress, Hello, Ready
 
 
 class WorkerPhase(StrEnum):
@@ -20,14 +20,21 @@ class WorkerPhase(StrEnum):
     READY = "ready"
     DRAINING = "draining"
     AWAITED = "awaited"
-    """It was lost, and somebody is about to start it again."""
+    """It is not there, and somebody is about to start it, or to start it again."""
     LOST = "lost"
     ENDED = "ended"
     """Its stream ended after it was asked to drain."""
 
+    @property
+    def is_away(self) -> bool:
+        """It has no process and no stream, as far as is known."""
+        return self in (WorkerPhase.AWAITED, WorkerPhase.LOST, WorkerPhase.ENDED)
+
 
 SCHEDULER = "scheduler"
 """Source of the scheduler's events."""
+NOT_YET = "remote"
+"""The device of a remote worker that has never been there."""
 MAX_SILENCE_STEP_S = 2.0
 """More time than this between two looks at the workers is this process's own sleep, which must not be theirs."""
 
@@ -66,6 +73,10 @@ class Worker:
     worker_id: int
     device: str
     kind: str = COLOCATED
+    is_remote: bool = False
+    """Somebody else starts its process, on whatever host."""
+    instance: str = ""
+    """Of a remote worker: which process it is, or was."""
     pid: int = 0
     phase: WorkerPhase = WorkerPhase.STARTING
     capacity: Ready | None = None
@@ -74,7 +85,8 @@ class Worker:
     ready_for_s: float | None = None
     """How long it had been ready when it was lost; None: never since it was last started."""
     silent_s: float = 0.0
-    """Since its last message, as far as this process was awake."""
+    """Since its last message, or since it is awaited or starts, as far as this process was awake."""
+    num_losses: int = 0
     iteration_age_s: float = 0.0
     """Of the iteration that ran when it last said so."""
     clock_offset_s: float = math.inf
@@ -156,6 +168,7 @@ class Worker:
         self.pid, self.capacity, self.num_iterations = 0, None, 0
         self.clock_offset_s = math.inf
         self.ready_for_s = None
+        self.silent_s = 0.0
 
     def become_ready(self, device: str, pid: int, capacity: Ready, now_s: float) -> None:
         self.phase = WorkerPhase.READY
@@ -167,6 +180,7 @@ class Worker:
         """Its stream has ended; its assignments stay until somebody ends them."""
         self.phase = phase
         self.last_state = None
+        self.silent_s = 0.0
         self.ready_for_s = None if self.ready_s is None else now_s - self.ready_s
         self.ready_s = None
 
@@ -194,7 +208,8 @@ class Worker:
     def status(self) -> WorkerStatus:
         seen, capacity = self.last_state, self.capacity
         is_ready = self.phase is WorkerPhase.READY
-        phase = WorkerPhase.STARTING if self.phase is WorkerPhase.AWAITED else self.phase
+        is_restarted = self.phase is WorkerPhase.AWAITED and not self.is_remote
+        phase = WorkerPhase.STARTING if is_restarted else self.phase
         return WorkerStatus(
             worker_id=self.worker_id,
             kind=self.kind,
@@ -211,6 +226,7 @@ class Worker:
             num_forward_passes=self.num_forward_passes,
             num_unmasked_tokens=self.num_unmasked_tokens,
             pid=self.pid,
+            num_losses=self.num_losses,
         )
 
 
@@ -238,20 +254,40 @@ class LinkEpochs:
         self._epochs = {pair: current for pair, current in self._epochs.items() if worker_id not in pair}
 
 
-class Fleet:
-    """All workers, by id; those that are expected are there from the start."""
+@dataclass(frozen=True, slots=True)
+class FleetRules:
+    """Which workers there are."""
 
-    def __init__(self, devices: Sequence[str], *, num_prefill: int = 0, refreshes_anywhere: bool = True) -> None:
-        """The first `num_prefill` workers only refresh; others refresh too if `refreshes_anywhere`."""
+    devices: Sequence[str]
+    """Of the local ones, one each; their places are their ids."""
+    num_remote: int = 0
+    """Remote ones that are expected."""
+    startup_timeout_s: float = 300.0
+    num_prefill: int = 0
+    """So many, from the first, only refresh."""
+    refreshes_anywhere: bool = True
+    """All others refresh too."""
+
+
+class Fleet:
+    """All workers, by id; those that are expected are there from the start: the local ones, then the remote ones."""
+
+    def __init__(self, rules: FleetRules) -> None:
         self.workers = {
-            worker_id: Worker(worker_id, device, PREFILL if worker_id < num_prefill else COLOCATED)
-            for worker_id, device in enumerate(devices)
+            worker_id: Worker(worker_id, device, PREFILL if worker_id < rules.num_prefill else COLOCATED)
+            for worker_id, device in enumerate(rules.devices)
         }
-        self.is_hybrid = num_prefill > 0
+        for worker_id in range(len(rules.devices), len(rules.devices) + rules.num_remote):
+            self.workers[worker_id] = Worker(worker_id, NOT_YET, is_remote=True, phase=WorkerPhase.AWAITED)
+        self.num_expected = len(self.workers)
+        self.is_hybrid = rules.num_prefill > 0
         self.links = LinkEpochs()
-        self._needed_kinds = (COLOCATED,) if refreshes_anywhere else (PREFILL, COLOCATED)
+        self._needed_kinds = (COLOCATED,) if rules.refreshes_anywhere else (PREFILL, COLOCATED)
         self.awaits_lost = False
-        """Somebody starts lost workers again; until then blocks wait for them."""
+        """Somebody starts lost local workers again; until then blocks wait for them."""
+        self.is_closing = False
+        """No worker comes any more."""
+        self._startup_timeout_s = rules.startup_timeout_s
         self.last_loss = ""
         self._looked_s: float | None = None
 
@@ -265,30 +301,89 @@ class Fleet:
         return [worker for worker in self.workers.values() if worker.phase in phases]
 
     @property
+    @property
+    def is_complete(self) -> bool:
+        """All that are expected are ready, whoever else may have joined."""
+        return all(self.workers[number].phase is WorkerPhase.READY for number in range(self.num_expected))
+
+    @property
     def can_work(self) -> bool:
         """Requests that come now will be run by somebody who is ready."""
-        return self._has_every_kind(WorkerPhase.READY)
+        return self._has_every_kind(self.in_phase(WorkerPhase.READY))
 
     @property
     def can_still_work(self) -> bool:
         """Enough workers are ready or may become so."""
-        return self._has_every_kind(WorkerPhase.READY, WorkerPhase.STARTING, WorkerPhase.AWAITED)
+        hopeful = self.in_phase(WorkerPhase.READY, WorkerPhase.STARTING, WorkerPhase.AWAITED)
+        awaited = [worker for worker in self.in_phase(WorkerPhase.DRAINING) if self._is_awaited_after(worker)]
+        return self._has_every_kind([*hopeful, *awaited])
 
     def ready(self, kind: str) -> list[Worker]:
         return [worker for worker in self.in_phase(WorkerPhase.READY) if worker.kind == kind]
 
     def find_hanging(self, now_s: float, timeout_s: float) -> list[tuple[int, str]]:
-        """Ready workers of which too little is heard, and what; to be called every second or so."""
+        """Workers of which too little is heard, and what; to be called every second or so.
+
+        Remote ones that start are among them; of local ones, whoever starts them takes care.
+        """
         passed_s = 0.0 if self._looked_s is None else min(now_s - self._looked_s, MAX_SILENCE_STEP_S)
         self._looked_s = now_s
         ready = self.in_phase(WorkerPhase.READY)
-        for worker in ready:
+        for worker in self.workers.values():
             worker.silent_s += passed_s
-        return [(worker.worker_id, reason) for worker in ready if (reason := worker.hangs(timeout_s))]
+        hanging = [(worker.worker_id, reason) for worker in ready if (reason := worker.hangs(timeout_s))]
+        return hanging + self._late(WorkerPhase.STARTING, "it was not ready")
+
+    def find_absent(self) -> list[tuple[int, str]]:
+        """Remote workers that nobody should wait for any more, and why; to be called after `find_hanging`."""
+        return self._late(WorkerPhase.AWAITED, "did not come")
+
+    def _late(self, phase: WorkerPhase, what: str) -> list[tuple[int, str]]:
+        limit_s = self._startup_timeout_s
+        late = [w.worker_id for w in self.in_phase(phase) if w.is_remote and w.silent_s > limit_s]
+        return [(worker_id, f"{what} within startup_timeout_s {limit_s:g}") for worker_id in late]
+
+    def place_of(self, instance: str) -> Worker:
+        """Where a remote worker joins: its own place if it had one, else one that nobody has, else a new one."""
+        remote = [worker for worker in self.workers.values() if worker.is_remote]
+        own = [worker for worker in remote if instance and worker.instance == instance]
+        free = [worker for worker in remote if worker.phase.is_away]
+        for worker in (*own, *free):
+            return worker
+        new = Worker(len(self.workers), NOT_YET, is_remote=True, phase=WorkerPhase.AWAITED)
+        return self.workers.setdefault(new.worker_id, new)
+
+    def join(self, hello: Hello) -> Worker:
+        """A remote worker has dialled; whoever had its place must be away."""
+        worker = self.place_of(hello.instance)
+        assert worker.phase.is_away, f"worker {worker.worker_id} joins again but is {worker.phase}"
+        worker.device = f"{hello.device} on {hello.host}" if hello.host else hello.device
+        worker.instance = hello.instance
+        worker.start()
+        return worker
+
+    def vacate(self, worker: Worker, why: str, now_s: float) -> None:
+        """A worker's stream has ended: it is awaited where it may come again, else lost, or ended after a drain."""
+        was_drained = worker.phase is WorkerPhase.DRAINING
+        worker.num_losses += not was_drained
+        self.last_loss = why
+        gone = WorkerPhase.ENDED if was_drained else WorkerPhase.LOST
+        worker.leave(WorkerPhase.AWAITED if self._is_awaited_after(worker) else gone, now_s)
+
+    def _is_awaited_after(self, worker: Worker) -> bool:
+        """Whether blocks wait for it, or for another in its place, when its stream has ended."""
+        was_drained = worker.phase is WorkerPhase.DRAINING
+        if worker.is_remote:
+            return not self.is_closing and (not was_drained or worker.worker_id < self.num_expected)
+        return self.awaits_lost and not was_drained
+
+    @property
+    def takes_remote(self) -> bool:
+        """Some worker comes, or came, from elsewhere."""
+        return any(worker.is_remote for worker in self.workers.values())
 
     def statuses(self) -> tuple[WorkerStatus, ...]:
         return tuple(worker.status() for worker in self.workers.values())
 
-    def _has_every_kind(self, *phases: WorkerPhase) -> bool:
-        there = {worker.kind for worker in self.in_phase(*phases)}
-        return there.issuperset(self._needed_kinds)
+    def _has_every_kind(self, workers: Sequence[Worker]) -> bool:
+        return {worker.kind for worker in workers}.issuperset(self._needed_kinds)

@@ -11,7 +11,7 @@ from dbench.options import EngineOptions, ServiceOptions
 
 @dataclass(frozen=True, slots=True)
 class WorkerConfig:
-    """One worker, and the scheduler that it dials."""
+    """One worker, and the scheduler that it dials, whose welcome says the rest."""
 
     scheduler: str
     """host:port"""
@@ -20,8 +20,6 @@ class WorkerConfig:
     device: str
     num_threads: int
     log_level: int
-    engine: EngineOptions
-    """Resolved."""
 
     def to_json(self) -> str:
         return json.dumps(
@@ -32,13 +30,12 @@ class WorkerConfig:
                 "device": self.device,
                 "num_threads": self.num_threads,
                 "log_level": self.log_level,
-                "engine": options_to_dict(self.engine),
             }
         )
 
     @staticmethod
     def from_json(line: str) -> WorkerConfig:
-        """The inverse of to_json. Raises ValueError, KeyError or OptionError for anything else."""
+        """The inverse of to_json. Raises ValueError or KeyError for anything else."""
         values = json.loads(line)
         return WorkerConfig(
             scheduler=values["scheduler"],
@@ -47,7 +44,6 @@ class WorkerConfig:
             device=values["device"],
             num_threads=values["num_threads"],
             log_level=values["log_level"],
-            engine=options_from_dict(EngineOptions, values["engine"]),
         )
 
 

@@ -12,9 +12,10 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 from dbench.errors import ServerUnavailable
-from dbench.events import Event, RequestFinished, WorkerLost
+from dbench.events import Event, RequestFinished, WorkerLeft, WorkerLost, WorkerUp
 from dbench.progress import ServerState
 from dbench.serve.fleet import WorkerPhase
 from dbench.serve.recorder import Recorder
@@ -156,6 +157,15 @@ class Hub:
         is_starting = worker_id in fleet and fleet[worker_id].phase is WorkerPhase.STARTING
         return is_starting and worker_id not in self._links
 
+    def join(self, hello: Hello) -> Hello:
+        """Take in a worker that the server has not started; returns its hello with its number and full device."""
+        fleet = self._scheduler.fleet
+        self.worker_gone(fleet.place_of(hello.instance).worker_id, "it has dialled again")
+        worker = fleet.join(hello)
+        self.fatal_errors.pop(worker.worker_id, None)
+        logger.info("worker %d (%s) joins", worker.worker_id, worker.device)
+        return replace(hello, worker_id=worker.worker_id, device=worker.device)
+
     def connect(self, worker_id: int) -> Link:
         """For a worker whose stream has begun."""
         assert worker_id not in self._links, f"worker {worker_id} has a stream already"
@@ -164,6 +174,13 @@ class Hub:
     def worker_ready(self, hello: Hello, ready: Ready) -> None:
         """Raises ValueError when it was ready before."""
         self._scheduler.worker_ready(hello, ready, self.clock())
+        self._follow_up()
+        self.announce()
+
+    def worker_leaves(self, worker_id: int) -> None:
+        """A worker wants to be drained."""
+        logger.info("worker %d leaves", worker_id)
+        self._scheduler.worker_leaves(worker_id, self.clock())
         self._follow_up()
         self.announce()
 
@@ -190,10 +207,16 @@ class Hub:
         """To be called every second or so."""
         for worker_id, reason in self._scheduler.find_hanging_workers(self.clock()):
             self.worker_gone(worker_id, reason)
+        for worker_id, reason in self._scheduler.fleet.find_absent():
+            self.give_up(worker_id, reason)
 
     def drain_workers(self) -> None:
         self._scheduler.drain_workers(self.clock())
         self._follow_up()
+        for worker_id, link in list(self._links.items()):
+            if self._scheduler.fleet[worker_id].phase.is_away:  # it was still starting
+                del self._links[worker_id]
+                link.close()
         self.announce()
 
     # ---- for whoever starts lost workers again ----
@@ -236,7 +259,11 @@ class Hub:
             await move
 
     def all_workers_ready(self) -> bool:
-        return all(worker.ready for worker in self.worker_statuses())
+        """All that are expected; others may have joined besides."""
+        return self._scheduler.fleet.is_complete
+
+    def has_no_worker(self) -> bool:
+        return not self._links
 
     async def until_news(self, condition: Callable[[], bool]) -> None:
         """As `until`, but tried only when a worker has come or gone, or somebody has called `announce`."""
@@ -274,6 +301,12 @@ class Hub:
             case WorkerLost():
                 self.recent_errors.append(f"worker {event.worker_id} was lost: {event.reason}")
                 logger.error("worker %d was lost: %s", event.worker_id, event.reason)
+            case WorkerLeft():
+                if not self.is_draining:
+                    logger.info("worker %d has left", event.worker_id)
+            case WorkerUp():
+                if self._scheduler.fleet[event.worker_id].num_losses:
+                    logger.info("worker %d is back", event.worker_id)
             case RequestFinished():
                 if event.status == Status.ERROR:
                     self.recent_errors.append(f"request {event.request_id}: {event.error}")

@@ -6,10 +6,13 @@ import asyncio
 import hmac
 import logging
 from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import grpc
 
+from dbench import __version__
+from dbench.options import EngineOptions
 from dbench.serve.hub import Hub, Link
 from dbench.serve.proto import dbench_pb2 as pb
 from dbench.serve.proto.dbench_pb2_grpc import WorkerLinkServicer
@@ -17,6 +20,7 @@ from dbench.serve.wire_link import (
     EngineProgress,
     Fatal,
     Hello,
+    Leaving,
     Ready,
     Welcome,
     WorkerMessage,
@@ -31,20 +35,35 @@ LAST_WRITE_TIMEOUT_S = 1.0
 logger = logging.getLogger(__name__)
 
 
-class WorkerLinkService(WorkerLinkServicer):
-    """Takes in expected workers that know the key; the end of a stream is the end of its worker."""
+@dataclass(frozen=True, slots=True)
+class WorkerTerms:
+    """Who may work for this server, and what all its workers are told."""
 
-    def __init__(self, hub: Hub, worker_key: str) -> None:
+    worker_key: str = field(repr=False)
+    takes_remote: bool
+    """Also workers that it has not started itself."""
+    engine: EngineOptions
+    model_fingerprint: str
+
+    def welcome(self, worker_id: int) -> Welcome:
+        return Welcome(worker_id, self.engine, self.model_fingerprint)
+
+
+class WorkerLinkService(WorkerLinkServicer):
+    """Takes in workers that know the key; the end of a stream is the end of its worker."""
+
+    def __init__(self, hub: Hub, terms: WorkerTerms) -> None:
         self._hub = hub
-        self._worker_key = worker_key
+        self._terms = terms
 
     async def Connect(self, request_iterator: AsyncIterator[pb.WorkerMessage], context: Context) -> None:
         messages = aiter(request_iterator)
         hello = await self._admit(await anext(messages, None), context)
+        assert hello.worker_id is not None, "a worker that was taken in has its id"
         link = self._hub.connect(hello.worker_id)
-        link.commands.put_nowait(Welcome(hello.worker_id))
+        link.commands.put_nowait(self._terms.welcome(hello.worker_id))
         writer = asyncio.create_task(_write(link, context))
-        reader = asyncio.create_task(self._read(messages, hello, link))
+        reader = asyncio.create_task(self._read(messages, hello, hello.worker_id, link))
         closed = asyncio.create_task(link.closed.wait())
         try:
             await asyncio.wait([reader, closed], return_when=asyncio.FIRST_COMPLETED)
@@ -53,7 +72,7 @@ class WorkerLinkService(WorkerLinkServicer):
             self._hub.link_ended(hello.worker_id, link, "its stream ended")
         await asyncio.wait([writer], timeout=LAST_WRITE_TIMEOUT_S)
 
-    async def _read(self, messages: AsyncIterator[pb.WorkerMessage], hello: Hello, link: Link) -> None:
+    async def _read(self, messages: AsyncIterator[pb.WorkerMessage], hello: Hello, worker_id: int, link: Link) -> None:
         """Take messages in until the stream or its worker has ended.
 
         It must not be cancelled: gRPC writes into memory of a read that nobody waits for any more. The end
@@ -63,38 +82,51 @@ class WorkerLinkService(WorkerLinkServicer):
             async for message in messages:
                 if link.closed.is_set():
                     return
-                self._take(hello, worker_message_from_message(message))
-                if hello.worker_id in self._hub.fatal_errors:
+                self._take(hello, worker_id, worker_message_from_message(message))
+                if worker_id in self._hub.fatal_errors:
                     return
         except ValueError as error:
-            self._hub.link_ended(hello.worker_id, link, f"it sent something that makes no sense: {error}")
+            self._hub.link_ended(worker_id, link, f"it sent something that makes no sense: {error}")
         except Exception as error:
-            logger.debug("the stream of worker %d cannot be read: %s", hello.worker_id, error)
+            logger.debug("the stream of worker %d cannot be read: %s", worker_id, error)
 
     async def _admit(self, first: pb.WorkerMessage | None, context: Context) -> Hello:
-        """The Hello of an expected worker; anybody else's call is aborted."""
+        """The Hello of a worker that may work here, with its id; anybody else's call is aborted."""
         try:
             hello = worker_message_from_message(first if first is not None else pb.WorkerMessage())
         except ValueError as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
         if not isinstance(hello, Hello):
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "a worker's first message is its hello")
-        if not hmac.compare_digest(hello.worker_key.encode(), self._worker_key.encode()):
-            logger.warning("a worker that calls itself %d was refused: wrong worker key", hello.worker_id)
-            await context.abort(grpc.StatusCode.UNAUTHENTICATED, "wrong worker key; start workers from the server")
-        if not self._hub.is_expected(hello.worker_id):
-            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, f"worker {hello.worker_id} is not expected")
-        return hello
+        if hello.worker_id is None and not self._terms.takes_remote:
+            reason = "this server takes no workers from elsewhere; start it with --worker-key"
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, reason)
+        if not hmac.compare_digest(hello.worker_key.encode(), self._terms.worker_key.encode()):
+            logger.warning("a worker at %s was refused: wrong worker key", context.peer())
+            reason = "wrong worker key; give the one that the server was started with"
+            await context.abort(grpc.StatusCode.UNAUTHENTICATED, reason)
+        if hello.version != __version__:
+            reason = f"the worker is dbench {hello.version}, the server {__version__}; install the same version"
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, reason)
+        if hello.worker_id is not None:
+            if not self._hub.is_expected(hello.worker_id):
+                await context.abort(grpc.StatusCode.FAILED_PRECONDITION, f"worker {hello.worker_id} is not expected")
+            return hello
+        if self._hub.is_draining:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "the server is draining and takes no workers")
+        return self._hub.join(hello)
 
-    def _take(self, hello: Hello, message: WorkerMessage) -> None:
+    def _take(self, hello: Hello, worker_id: int, message: WorkerMessage) -> None:
         """Raises ValueError for a message that has no place here."""
         match message:
             case EngineProgress():
-                self._hub.progress(hello.worker_id, message)
+                self._hub.progress(worker_id, message)
             case Ready():
                 self._hub.worker_ready(hello, message)
             case Fatal(error):
-                self._hub.fatal_errors[hello.worker_id] = error
+                self._hub.fatal_errors[worker_id] = error
+            case Leaving():
+                self._hub.worker_leaves(worker_id)
             case Hello():
                 raise ValueError("a second hello")
 

@@ -28,6 +28,8 @@ class LocalWorker:
         """The last message that its process wrote on standard error."""
         self.ending = ""
         """How its last process ended, in words."""
+        self.is_unwanted = False
+        """Its process has been told to end."""
         self._process: asyncio.subprocess.Process | None = None
 
     @property
@@ -45,6 +47,7 @@ class LocalWorker:
         must be called from a thread that lives as long as the server (see child.die_with_parent_thread).
         """
         self.last_line = self.ending = ""
+        self.is_unwanted = False
         try:
             self._process = await asyncio.create_subprocess_exec(
                 *child.command(MODULE),
@@ -74,7 +77,8 @@ class LocalWorker:
         return f"killed by signal {-code}" if code < 0 else f"exit code {code}"
 
     def send(self, number: signal.Signals) -> None:
-        """Send a signal, if it is still there."""
+        """Send a signal that ends it, if it is still there."""
+        self.is_unwanted = True
         if self._process is not None and self._process.returncode is None:
             try:
                 self._process.send_signal(number)
@@ -135,15 +139,17 @@ class LocalWorkers:
                 worker.send(signal.SIGKILL)
 
     async def first_ended(self) -> LocalWorker:
-        """Wait until any of them has ended."""
+        """Wait until any of them has ended; for ever where there is none."""
+        if not self.workers:
+            await asyncio.Event().wait()
         while not (ended := [worker for worker in self.workers if worker not in self._running()]):
             await asyncio.wait(self._watches.values(), return_when=asyncio.FIRST_COMPLETED)
         return ended[0]
 
     async def _watch(self, worker: LocalWorker) -> None:
         worker.ending = await worker.wait()
-        if worker.ending != NORMAL_ENDING:
-            logger.warning("worker %d ended: %s", worker.worker_id, worker.ending)
+        level = logging.DEBUG if worker.is_unwanted or worker.ending == NORMAL_ENDING else logging.WARNING
+        logger.log(level, "worker %d ended: %s", worker.worker_id, worker.ending)
         self._gone(worker.worker_id, f"its process ended ({worker.ending})")
 
     def _running(self) -> list[LocalWorker]:

@@ -20,6 +20,7 @@ from dbench.events import (
     SchedulerDepth,
     ServerEnded,
     ServerStarted,
+    WorkerLeft,
     WorkerLost,
     WorkerState,
     WorkerUp,
@@ -105,7 +106,7 @@ class Recorder:
                 self._standing[(event.kind, event.worker_id)] = event
             case SchedulerDepth():
                 self._standing[(event.kind, 0)] = event
-            case WorkerLost():
+            case WorkerLost() | WorkerLeft():
                 self._standing.pop((WorkerUp.kind, event.worker_id), None)
                 self._standing.pop((WorkerState.kind, event.worker_id), None)
 

@@ -21,6 +21,7 @@ from dbench.events import (
     RequestArrived,
     RequestFinished,
     SchedulerDepth,
+    WorkerLeft,
     WorkerLost,
     WorkerState,
     WorkerUp,
@@ -132,6 +133,7 @@ class Scheduler:
 
     def worker_ready(self, hello: Hello, ready: Ready, now_s: float) -> None:
         """A starting worker has loaded its model and takes blocks from now on. ValueError if it is not starting."""
+        assert hello.worker_id is not None, "a worker that is ready has been given its id"
         worker = self.fleet[hello.worker_id]
         if worker.phase is not WorkerPhase.STARTING:
             raise ValueError(f"worker {hello.worker_id} says that it is ready but is {worker.phase}, not starting")
@@ -140,11 +142,18 @@ class Scheduler:
         self._emit(WorkerUp(now_s, SCHEDULER, hello.worker_id, hello.device, pages, page_size, hello.pid, worker.kind))
         self._settle(now_s)
 
+    def worker_leaves(self, worker_id: int, now_s: float) -> None:
+        """A worker wants to end: it gets nothing new, finishes what it runs and hands back the rest."""
+        worker = self.fleet[worker_id]
+        if worker.phase in (WorkerPhase.STARTING, WorkerPhase.READY):
+            self._drain(worker)
+            self._settle(now_s)
+
     def drain_workers(self, now_s: float) -> None:
         """Let ready workers finish what they hold and end; they get nothing new, and nobody waits for others."""
+        self.fleet.is_closing = True
         for worker in self.fleet.in_phase(WorkerPhase.READY):
-            worker.phase = WorkerPhase.DRAINING
-            self._output.commands.append((worker.worker_id, Drain()))
+            self._drain(worker)
         for worker in self.fleet.in_phase(WorkerPhase.STARTING, WorkerPhase.AWAITED):
             worker.leave(WorkerPhase.ENDED, now_s)
         self._settle(now_s)
@@ -152,19 +161,23 @@ class Scheduler:
     def worker_gone(self, worker_id: int, reason: str, now_s: float) -> None:
         """A worker's stream or process has ended: what it held is restarted elsewhere. A second call does nothing."""
         worker = self.fleet[worker_id]
-        if worker.phase in (WorkerPhase.AWAITED, WorkerPhase.LOST, WorkerPhase.ENDED):
+        if worker.phase.is_away:
             return
-        loss = f"worker {worker_id} was lost: {reason}"
         if worker.phase is WorkerPhase.DRAINING:
-            worker.leave(WorkerPhase.ENDED, now_s)
+            loss, fault = f"worker {worker_id} left", Fault.NOBODY
+            self._emit(WorkerLeft(now_s, SCHEDULER, worker_id))
         else:
-            worker.leave(WorkerPhase.AWAITED if self.fleet.awaits_lost else WorkerPhase.LOST, now_s)
-            self.fleet.last_loss = loss
+            loss, fault = f"worker {worker_id} was lost: {reason}", Fault.WORKER
             self._emit(WorkerLost(now_s, SCHEDULER, worker_id, reason))
+        self.fleet.vacate(worker, loss, now_s)
         self.fleet.links.end_all_of(worker_id)
         for key in list(worker.assignments):
-            self._lose_block(worker, key, loss, now_s)
+            self._lose_block(worker, BlockEnd.without_steps(key, BlockOutcome.FAILED, loss, fault), now_s)
         self._settle(now_s)
+
+    def _drain(self, worker: Worker) -> None:
+        worker.phase = WorkerPhase.DRAINING
+        self._output.commands.append((worker.worker_id, Drain()))
 
     def worker_starts(self, worker_id: int) -> None:
         """An awaited worker is started again and may dial in."""
@@ -225,22 +238,22 @@ class Scheduler:
         self._leave_workers(tracked, but=worker)
         if tracked.first_refresh_s is None:
             tracked.first_refresh_s = finished.refresh_start_s
-        problem = problem_of(end, tracked)
+        problem = problem_of(end, tracked, worker)
         if problem is None:
             self._advance(tracked, end, now_s)
         elif problem.fault is Fault.OWN:
             self._finish(tracked, Status.ERROR, problem.text, now_s)
         else:
-            is_partners = problem.fault is Fault.TRANSFER and assignment.partner_id is not None
-            self._retry(tracked, (partner or worker) if is_partners else worker, problem, now_s)
+            culprit = partner if partner is not None and problem.fault is Fault.TRANSFER else worker
+            self._retry(tracked, culprit.worker_id, problem, now_s)
 
-    def _lose_block(self, worker: Worker, key: BlockKey, loss: str, now_s: float) -> None:
+    def _lose_block(self, worker: Worker, end: BlockEnd, now_s: float) -> None:
         """End a block of a lost worker, unless that had sent its KV to one that decodes it already."""
-        tracked = self._current(worker, key)
+        tracked = self._current(worker, end.key)
         if tracked is not None and tracked.worker_id != worker.worker_id and tracked.status is Status.DECODING:
-            self._hand_over(worker, key)
+            self._hand_over(worker, end.key)
         else:
-            self._end_block(worker, BlockEnd.without_steps(key, BlockOutcome.FAILED, loss, Fault.WORKER), now_s)
+            self._end_block(worker, end, now_s)
 
     def _advance(self, tracked: TrackedRequest, end: BlockEnd, now_s: float) -> None:
         tracked.append_block(end.token_ids, len(end.steps))
@@ -251,9 +264,8 @@ class Scheduler:
         else:
             self._make_pending(tracked, now_s)
 
-    def _retry(self, tracked: TrackedRequest, avoid: Worker, problem: Problem, now_s: float) -> None:
-        worker_id = avoid.worker_id
-        tracked.note_failure(worker_id, of_batch=problem.fault is Fault.BATCH)
+    def _retry(self, tracked: TrackedRequest, worker_id: int, problem: Problem, now_s: float) -> None:
+        tracked.note_failure(worker_id, problem.fault)
         count = tracked.num_failures
         if count > self.rules.max_block_retries:
             times = f"{count} times" if count > 1 else "once"
@@ -381,7 +393,8 @@ class Scheduler:
         return tracked
 
     def _no_worker_left(self) -> str:
-        return f"no worker is left; {self.fleet.last_loss or 'all of them have ended'}; restart the server"
+        hint = "start one with 'dbench worker'" if self.fleet.takes_remote else "restart the server"
+        return f"no worker is left; {self.fleet.last_loss or 'all of them have ended'}; {hint}"
 
     def _emit(self, event: Event) -> None:
         self._output.events.append(event)

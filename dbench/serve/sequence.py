@@ -230,6 +230,8 @@ class Fault(StrEnum):
     """The worker's: it was lost, or did not do what it was told."""
     TRANSFER = "transfer"
     """That of the worker at the other end of a KV transfer, or of the link to it."""
+    NOBODY = "nobody"
+    """Its worker was drained and handed it back."""
 
 
 @dataclass(frozen=True, slots=True)

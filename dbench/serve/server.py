@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import os
 import secrets
 import signal
 import sys
@@ -28,9 +27,10 @@ from dbench.progress import ServeProgress
 from dbench.serve import child
 from dbench.serve.deployment import Deployment, deployment_of
 from dbench.serve.endpoint import Endpoint, check_address
-from dbench.serve.fleet import Fleet
+from dbench.serve.fleet import Fleet, FleetRules
 from dbench.serve.handover import ServerConfig, WorkerConfig
 from dbench.serve.hub import Hub
+from dbench.serve.link_service import WorkerTerms
 from dbench.serve.local_workers import LocalWorkers
 from dbench.serve.placement import PLACERS
 from dbench.serve.policy import choose
@@ -47,6 +47,7 @@ REPLY_GRACE_S = 2.0
 PROGRESS_PERIOD_S = 0.5
 LOOK_PERIOD_S = 1.0
 """Between looks for workers that hang."""
+WAITING = "waiting for %d workers of other hosts; there: dbench worker --scheduler %s --gpu 0"
 TABLES_TIMEOUT_S = 60.0
 """For tables of an export that are being written when the server ends."""
 
@@ -123,10 +124,10 @@ async def run_server(
         description = ServerDescription(
             deployment, config_json, environment, service.metrics_output_dir or "", hub.clock()
         )
-        worker_key = secrets.token_urlsafe(32)
-        endpoint = Endpoint(hub, service, worker_key, lambda: description.status(hub))
+        terms = worker_terms(deployment, service)
+        endpoint = Endpoint(hub, service, terms, lambda: description.status(hub))
         await endpoint.start()
-        local = LocalWorkers(worker_configs(deployment, endpoint.local_address, worker_key), hub.worker_gone)
+        local = LocalWorkers(worker_configs(deployment, endpoint.local_address, terms.worker_key), hub.worker_gone)
         restarts = Restarts(hub, local, service.startup_timeout_s)
         tables = None if observer.on_export is None else TableWriter(hub, observer.on_export)
         tasks = [asyncio.create_task(_follow_health(hub, endpoint))]
@@ -137,6 +138,8 @@ async def run_server(
             tasks.append(asyncio.create_task(tables.run()))
         has_drained = False
         try:
+            if service.num_remote_workers:
+                logger.info(WAITING, service.num_remote_workers, endpoint.address)
             await local.start()
             if await _all_ready(hub, local, stop, service.startup_timeout_s):
                 tasks += [restarts.start(), asyncio.create_task(_lose_hanging_workers(hub))]
@@ -170,22 +173,37 @@ def build_hub(deployment: Deployment, service: ServiceOptions, recorder: Recorde
         worker_timeout_s=service.worker_timeout_s,
     )
     fleet = Fleet(
-        deployment.devices,
-        num_prefill=deployment.num_prefill,
-        refreshes_anywhere=deployment.num_prefill == 0 or options.enable_hybrid_prefill_overflow,
+        FleetRules(
+            deployment.devices,
+            service.num_remote_workers,
+            service.startup_timeout_s,
+            num_prefill=deployment.num_prefill,
+            refreshes_anywhere=deployment.num_prefill == 0 or options.enable_hybrid_prefill_overflow,
+        )
     )
     placer = choose("mode", PLACERS, options.mode)(options, fleet)
     scheduler = Scheduler(rules, fleet, placer, lambda: uuid.uuid4().hex)
     return Hub(scheduler, recorder, clock=time.monotonic, log_requests=service.log_requests)
 
 
+def worker_terms(deployment: Deployment, service: ServiceOptions) -> WorkerTerms:
+    """Without a key of its own a server makes one that only the workers it starts are told."""
+    key = service.worker_key
+    return WorkerTerms(
+        worker_key=secrets.token_urlsafe(32) if key is None else key,
+        takes_remote=key is not None,
+        engine=deployment.options,
+        model_fingerprint=deployment.model_fingerprint(),
+    )
+
+
 def worker_configs(deployment: Deployment, address: str, worker_key: str) -> list[WorkerConfig]:
     """One per device; the workers on the CPU share its cores, less one for the scheduler and its clients."""
     num_on_cpu = sum(device.startswith("cpu") for device in deployment.devices)
-    num_threads = max(1, (_num_cores() - 1) // max(1, num_on_cpu))
+    num_threads = max(1, (child.num_cores() - 1) // max(1, num_on_cpu))
     level = logging.getLogger().getEffectiveLevel()
     return [
-        WorkerConfig(address, worker_key, worker_id, device, num_threads, level, deployment.options)
+        WorkerConfig(address, worker_key, worker_id, device, num_threads, level)
         for worker_id, device in enumerate(deployment.devices)
     ]
 
@@ -205,7 +223,7 @@ async def _all_ready(hub: Hub, local: LocalWorkers, stop: Stop, timeout_s: float
             reason = hub.fatal_errors.get(worker.worker_id) or worker.last_line or worker.ending
             raise ServerStartError(f"worker {worker.worker_id} ({worker.device}) did not start: {reason}")
         if not ready.done():
-            late = [str(worker.worker_id) for worker in hub.worker_statuses() if not worker.ready]
+            late = [f"{worker.worker_id} ({worker.state})" for worker in hub.worker_statuses() if not worker.ready]
             raise ServerStartError(
                 f"workers {', '.join(late)} were not ready within startup_timeout_s {timeout_s:g}; "
                 "raise --startup-timeout-s or look at their log lines"
@@ -227,14 +245,23 @@ async def _drain(hub: Hub, local: LocalWorkers, restarts: Restarts, stop: Stop, 
     await restarts.stop()
     local.kill([worker.worker_id for worker in hub.worker_statuses() if not worker.ready])  # they only start
     hub.drain_workers()
-    await _first_of(local.wait(WORKER_EXIT_TIMEOUT_S), stop.at_once.wait())
+    await _first_of(_all_gone(hub, local), stop.at_once.wait())
     return not stop.at_once.is_set()
+
+
+async def _all_gone(hub: Hub, local: LocalWorkers) -> None:
+    """Wait for the end of all workers, remote ones as well, at most WORKER_EXIT_TIMEOUT_S."""
+    with suppress(TimeoutError):
+        async with asyncio.timeout(WORKER_EXIT_TIMEOUT_S):
+            await local.wait(WORKER_EXIT_TIMEOUT_S)
+            await hub.until_news(hub.has_no_worker)
 
 
 async def _end(hub: Hub, local: LocalWorkers, endpoint: Endpoint, *, at_once: bool) -> None:
     """Nothing is left when this returns: no request without a status, no process, no port."""
     hub.is_draining = True
     hub.cancel_all("the server has ended")
+    hub.drain_workers()  # from here on the end of a worker is no loss
     if at_once:
         local.kill()
     await local.end()
@@ -269,14 +296,6 @@ async def _first_of(*waits: Coroutine[Any, Any, Any] | asyncio.Task[Any]) -> Non
         for future, wait in zip(futures, waits, strict=True):
             if future is not wait:
                 future.cancel()
-
-
-def _num_cores() -> int:
-    """Cores that this process may use."""
-    try:
-        return len(os.sched_getaffinity(0))
-    except AttributeError:  # only Linux can tell
-        return os.cpu_count() or 1
 
 
 def main() -> int:

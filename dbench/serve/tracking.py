@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 from dataclasses import dataclass, field, replace
 
-from dbench.serve.sequence import BlockKey, BlockTask, Request, Status
+from dbench.serve.sequence import BlockKey, BlockTask, Fault, Request, Status
 from dbench.serve.wire import FinishedBlock, PollState
 
 
@@ -101,11 +101,11 @@ class TrackedRequest:
         self.alone = False
         self.avoid_worker_id = None
 
-    def note_failure(self, worker_id: int, *, of_batch: bool) -> None:
+    def note_failure(self, worker_id: int, fault: Fault) -> None:
         """An attempt at its block has failed there; as part of a batch it counts only if the block was alone."""
-        if not of_batch or self.alone:
+        if fault is Fault.WORKER or (fault is Fault.BATCH and self.alone):
             self.num_failures += 1
-        self.alone = self.alone or of_batch
+        self.alone = self.alone or fault is Fault.BATCH
         self.attempt += 1
         self.avoid_worker_id = worker_id
 

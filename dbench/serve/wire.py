@@ -87,7 +87,7 @@ class WorkerStatus:
     device: str
     ready: bool
     state: str
-    """starting, idle, queued, busy, draining, ended or lost."""
+    """awaited, starting, idle, queued, busy, draining, ended or lost."""
     pages_total: int
     pages_used: int
     kv_page_size: int
@@ -98,6 +98,8 @@ class WorkerStatus:
     num_forward_passes: int
     num_unmasked_tokens: int
     pid: int
+    num_losses: int = 0
+    """Times that it was lost, whether or not it came back."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,6 +155,7 @@ def worker_progress(worker: WorkerStatus) -> WorkerProgress:
         pages_total=worker.pages_total,
         num_forward_passes=worker.num_forward_passes,
         num_unmasked_tokens=worker.num_unmasked_tokens,
+        num_losses=worker.num_losses,
     )
 
 
@@ -261,6 +264,7 @@ def worker_status_to_message(worker: WorkerStatus) -> pb.WorkerStatus:
         num_forward_passes=worker.num_forward_passes,
         num_unmasked_tokens=worker.num_unmasked_tokens,
         pid=worker.pid,
+        num_losses=worker.num_losses,
     )
 
 
@@ -281,6 +285,7 @@ def worker_status_from_message(message: pb.WorkerStatus) -> WorkerStatus:
         num_forward_passes=message.num_forward_passes,
         num_unmasked_tokens=message.num_unmasked_tokens,
         pid=message.pid,
+        num_losses=message.num_losses,
     )
 
 

@@ -1,14 +1,19 @@
 """What crosses the wire between a scheduler and its workers: records, and their protobuf messages.
 
-A worker dials in and says Hello; the scheduler answers Welcome; the worker loads its model and says
-Ready; from then on blocks and cancels go down, and one EngineProgress per iteration comes up.
+A worker dials in and says Hello; the scheduler answers Welcome, with the options that all workers share;
+the worker loads its model and says Ready; from then on blocks and cancels go down, and one EngineProgress
+per iteration comes up. A worker that wants to end says Leaving and is drained.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import json
+from dataclasses import dataclass, field
 
-from dbench.options import COLOCATED
+from dbench import __version__
+from dbench.config import options_from_dict, options_to_dict
+from dbench.errors import OptionError
+from dbench.options import COLOCATED, EngineOptions
 from dbench.serve.proto import dbench_pb2 as pb
 from dbench.serve.sequence import (
     BlockEnd,
@@ -27,10 +32,16 @@ from dbench.serve.wire import sampling_from_message, sampling_to_message
 class Hello:
     """A worker's first message."""
 
-    worker_key: str
-    worker_id: int
+    worker_key: str = field(repr=False)
+    worker_id: int | None
+    """None: from elsewhere, not started by the server, which gives it one."""
     device: str
     pid: int
+    version: str = __version__
+    host: str = ""
+    """Where it runs, if that is elsewhere."""
+    instance: str = ""
+    """The same whenever one process dials, so that it is given the worker id that it had."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,14 +80,23 @@ class Fatal:
     error: str
 
 
-WorkerMessage = Hello | Ready | EngineProgress | Fatal
+@dataclass(frozen=True, slots=True)
+class Leaving:
+    """The worker wants to end: it takes nothing new and waits for its Drain."""
+
+
+WorkerMessage = Hello | Ready | EngineProgress | Fatal | Leaving
 
 
 @dataclass(frozen=True, slots=True)
 class Welcome:
-    """The scheduler has taken the worker in."""
+    """The scheduler has taken the worker in, and says what all its workers do alike."""
 
     worker_id: int
+    engine: EngineOptions
+    """Resolved."""
+    model_fingerprint: str
+    """Of the server's model files."""
     kind: str = COLOCATED
     """COLOCATED or PREFILL."""
     meeting_address: str = ""
@@ -116,7 +136,7 @@ class CancelBlock:
 
 @dataclass(frozen=True, slots=True)
 class Drain:
-    """Finish what runs, take nothing new, then close the stream."""
+    """Finish what runs, hand back what waits as CANCELLED, take nothing new, then close the stream."""
 
 
 Command = Welcome | RunBlock | ReserveBlock | SendBlock | CancelBlock | Drain
@@ -124,9 +144,18 @@ Command = Welcome | RunBlock | ReserveBlock | SendBlock | CancelBlock | Drain
 
 def worker_message_to_message(record: WorkerMessage) -> pb.WorkerMessage:
     match record:
-        case Hello(worker_key, worker_id, device, pid):
-            hello = pb.Hello(worker_key=worker_key, worker_id=worker_id, device=device, pid=pid)
-            return pb.WorkerMessage(hello=hello)
+        case Hello():
+            return pb.WorkerMessage(
+                hello=pb.Hello(
+                    worker_key=record.worker_key,
+                    worker_id=record.worker_id,
+                    device=record.device,
+                    pid=record.pid,
+                    version=record.version,
+                    host=record.host,
+                    instance=record.instance,
+                )
+            )
         case Ready(pages_total, kv_page_size, max_model_len):
             ready = pb.Ready(pages_total=pages_total, kv_page_size=kv_page_size, max_model_len=max_model_len)
             return pb.WorkerMessage(ready=ready)
@@ -145,6 +174,8 @@ def worker_message_to_message(record: WorkerMessage) -> pb.WorkerMessage:
             )
         case Fatal(error):
             return pb.WorkerMessage(fatal=error)
+        case Leaving():
+            return pb.WorkerMessage(leaving=pb.Leaving())
 
 
 def worker_message_from_message(message: pb.WorkerMessage) -> WorkerMessage:
@@ -152,7 +183,10 @@ def worker_message_from_message(message: pb.WorkerMessage) -> WorkerMessage:
     match message.WhichOneof("message"):
         case "hello":
             hello = message.hello
-            return Hello(hello.worker_key, hello.worker_id, hello.device, hello.pid)
+            worker_id = hello.worker_id if hello.HasField("worker_id") else None
+            return Hello(
+                hello.worker_key, worker_id, hello.device, hello.pid, hello.version, hello.host, hello.instance
+            )
         case "ready":
             return Ready(message.ready.pages_total, message.ready.kv_page_size, message.ready.max_model_len)
         case "progress":
@@ -169,14 +203,22 @@ def worker_message_from_message(message: pb.WorkerMessage) -> WorkerMessage:
             )
         case "fatal":
             return Fatal(message.fatal)
+        case "leaving":
+            return Leaving()
         case other:
-            raise ValueError(f"a worker's message holds hello, ready, progress or fatal, got {other}")
+            raise ValueError(f"a worker's message holds hello, ready, progress, fatal or leaving, got {other}")
 
 
 def command_to_message(command: Command) -> pb.SchedulerCommand:
     match command:
-        case Welcome(worker_id, kind, meeting_address):
-            welcome = pb.Welcome(worker_id=worker_id, kind=kind, meeting_address=meeting_address)
+        case Welcome():
+            welcome = pb.Welcome(
+                worker_id=command.worker_id,
+                engine_json=json.dumps(options_to_dict(command.engine)),
+                model_fingerprint=command.model_fingerprint,
+                kind=command.kind,
+                meeting_address=command.meeting_address,
+            )
             return pb.SchedulerCommand(welcome=welcome)
         case RunBlock(task):
             return pb.SchedulerCommand(run=_task_to_message(task))
@@ -193,11 +235,10 @@ def command_to_message(command: Command) -> pb.SchedulerCommand:
 
 
 def command_from_message(message: pb.SchedulerCommand) -> Command:
-    """Raises ValueError for an empty command."""
+    """Raises ValueError for an empty command, and for options that this version does not know."""
     match message.WhichOneof("command"):
         case "welcome":
-            welcome = message.welcome
-            return Welcome(welcome.worker_id, welcome.kind or COLOCATED, welcome.meeting_address)
+            return _welcome_from_message(message.welcome)
         case "run":
             return RunBlock(_task_from_message(message.run))
         case "reserve":
@@ -211,6 +252,14 @@ def command_from_message(message: pb.SchedulerCommand) -> Command:
             return Drain()
         case other:
             raise ValueError(f"a command holds welcome, run, reserve, send, cancel or drain, got {other}")
+
+
+def _welcome_from_message(message: pb.Welcome) -> Welcome:
+    try:
+        engine = options_from_dict(EngineOptions, json.loads(message.engine_json))
+    except (ValueError, OptionError) as error:
+        raise ValueError(f"the welcome's options cannot be read: {error}") from None
+    return Welcome(message.worker_id, engine, message.model_fingerprint, message.kind, message.meeting_address)
 
 
 def _key_to_message(key: BlockKey) -> pb.BlockKey:

@@ -8,19 +8,21 @@ from __future__ import annotations
 
 import gc
 import logging
+import math
 import os
 import signal
 import sys
+import time
 from collections.abc import Iterable
 
-from dbench.errors import DbenchError, RequestError, ServerUnavailable, one_line
+from dbench.errors import DbenchError, RequestError, ServerUnavailable, WorkerRefused, one_line
 from dbench.serve import child
 from dbench.serve.deployment import Deployment, deployment_of
 from dbench.serve.engine import Engine, StepReport
 from dbench.serve.handover import WorkerConfig
 from dbench.serve.pages import PagePool
 from dbench.serve.runner import Runner
-from dbench.serve.sequence import BlockEnd, BlockOutcome, BlockTask, Fault
+from dbench.serve.sequence import BlockEnd, BlockKey, BlockOutcome, BlockTask, Fault
 from dbench.serve.wire_link import CancelBlock, Drain, Fatal, Hello, Ready, Welcome
 from dbench.serve.worker_stream import BlockArrived, Incoming, Report, StreamEnded, WorkerStream
 
@@ -37,16 +39,21 @@ logger = logging.getLogger(__name__)
 class WorkerLoop:
     """The engine loop: commands in, one iteration, one report out."""
 
-    def __init__(self, engine: Engine, stream: WorkerStream) -> None:
+    def __init__(self, engine: Engine, stream: WorkerStream, drain_timeout_s: float = math.inf) -> None:
         self._engine = engine
         self._stream = stream
+        self._drain_timeout_s = drain_timeout_s
         self._iteration = 0
         self._is_draining = False
+        self._drained_by_s = math.inf
         self._refused: list[BlockEnd] = []
 
     def run(self) -> None:
         """Until a drain is done. Raises ServerUnavailable when the stream is lost."""
         while True:
+            if time.monotonic() > self._drained_by_s:
+                self._hand_back(self._engine.held)
+                self._drained_by_s = math.inf
             with self._stream.iteration():
                 report = self._engine.step()
             self._obey(self._stream.commands())  # before the report: the blocks that came meanwhile are in its events
@@ -74,10 +81,17 @@ class WorkerLoop:
                     self._engine.cancel(key)
                 case Drain():
                     self._is_draining = True
+                    self._drained_by_s = time.monotonic() + self._drain_timeout_s
+                    self._hand_back(self._engine.waiting)
                 case StreamEnded(reason):
                     raise ServerUnavailable(f"the stream to the scheduler ended: {reason}")
                 case Welcome():
                     raise ServerUnavailable("the scheduler said welcome twice")
+
+    def _hand_back(self, keys: Iterable[BlockKey]) -> None:
+        """What ends as cancelled while the scheduler wants it goes to another worker."""
+        for key in keys:
+            self._engine.cancel(key)
 
     def _take(self, task: BlockTask, received_s: float) -> None:
         if self._is_draining:
@@ -96,8 +110,8 @@ class WorkerLoop:
         return refused
 
 
-def build_engine(deployment: Deployment, config: WorkerConfig) -> tuple[Engine, Runner]:
-    """Load the model, run one forward pass, and put an engine on top. Raises ModelError."""
+def load_runner(deployment: Deployment, device: str, num_threads: int) -> Runner:
+    """Load the model and run one forward pass. Raises ModelError or OptionError."""
     from dbench.serve.torch_runner import RunnerConfig, build_runner
 
     options = deployment.options
@@ -106,44 +120,61 @@ def build_engine(deployment: Deployment, config: WorkerConfig) -> tuple[Engine, 
             model_dir=deployment.model_dir,
             load_format=options.load_format,
             dtype=options.dtype,
-            device=config.device,
+            device=device,
             seed=options.server_seed,
             num_pages=deployment.kv_max_pages,
             page_size=options.kv_page_size,
             num_slots=options.max_batch_size,
             block_length=options.block_length,
             mask_token_id=deployment.mask_token_id,
-            num_threads=config.num_threads,
+            num_threads=num_threads,
         )
     )
     runner.warm_up()
-    pages = PagePool(deployment.kv_max_pages, options.kv_page_size)
-    return Engine(runner, pages, deployment.engine_limits(), worker_id=config.worker_id), runner
+    gc.collect()
+    gc.freeze()
+    return runner
 
 
-def wait_for_welcome(stream: WorkerStream, worker_id: int) -> None:
-    """Raises ServerUnavailable unless the scheduler takes this worker in."""
+def new_engine(deployment: Deployment, runner: Runner, worker_id: int) -> Engine:
+    """An engine on top of a runner whose slots and pages are all free."""
+    pages = PagePool(deployment.kv_max_pages, deployment.options.kv_page_size)
+    return Engine(runner, pages, deployment.engine_limits(), worker_id=worker_id)
+
+
+def wait_for_welcome(stream: WorkerStream) -> Welcome:
+    """Raises ServerUnavailable unless the scheduler takes this worker in, WorkerRefused if it never will."""
     match stream.wait_for_commands():
-        case [Welcome(taken_as)] if taken_as == worker_id:
-            return
-        case [StreamEnded(reason), *_]:
-            raise ServerUnavailable(f"worker {worker_id} was not taken in: {reason}")
+        case [Welcome() as welcome, *_]:
+            return welcome
+        case [StreamEnded(reason, is_refusal), *_]:
+            raise (WorkerRefused if is_refusal else ServerUnavailable)(f"the worker was not taken in: {reason}")
         case other:
-            raise ServerUnavailable(f"worker {worker_id} waited for a welcome, got {other}")
+            raise ServerUnavailable(f"the worker waited for a welcome, got {other}")
+
+
+def ready(deployment: Deployment) -> Ready:
+    return Ready(deployment.kv_max_pages, deployment.options.kv_page_size, deployment.max_model_len)
 
 
 def run_worker(config: WorkerConfig, stream: WorkerStream) -> None:
     """Load, report ready, and work until drained. Raises DbenchError, or whatever broke the engine."""
-    wait_for_welcome(stream, config.worker_id)
-    deployment = deployment_of(config.engine)
-    engine, runner = build_engine(deployment, config)
-    gc.collect()
-    gc.freeze()
-    stream.send(Ready(deployment.kv_max_pages, deployment.options.kv_page_size, deployment.max_model_len))
+    welcome = wait_for_welcome(stream)
+    deployment = deployment_of(welcome.engine)
+    runner = load_runner(deployment, config.device, config.num_threads)
     try:
+        engine = new_engine(deployment, runner, welcome.worker_id)
+        stream.send(ready(deployment))
         WorkerLoop(engine, stream).run()
     finally:
         runner.close()
+
+
+def yield_the_cpu(device: str) -> None:
+    """What a worker's process sets for itself before it loads anything."""
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    if device.startswith("cpu"):
+        os.nice(CPU_NICENESS)
 
 
 def main() -> int:
@@ -156,9 +187,7 @@ def main() -> int:
     child.end_with_parent()
     config = WorkerConfig.from_json(line)
     child.log_to_stderr(config.log_level)
-    sys.setswitchinterval(SWITCH_INTERVAL_S)
-    if config.device.startswith("cpu"):
-        os.nice(CPU_NICENESS)
+    yield_the_cpu(config.device)
     stream = WorkerStream(config.scheduler, Hello(config.worker_key, config.worker_id, config.device, os.getpid()))
     stream.start()
     exit_code = 0

@@ -28,6 +28,7 @@ from dbench.serve.wire_link import (
     EngineProgress,
     Fatal,
     Hello,
+    Leaving,
     Ready,
     RunBlock,
     Welcome,
@@ -36,6 +37,13 @@ from dbench.serve.wire_link import (
 )
 
 HEARTBEAT_S = 1.0
+REFUSALS = (
+    grpc.StatusCode.UNAUTHENTICATED,
+    grpc.StatusCode.FAILED_PRECONDITION,
+    grpc.StatusCode.INVALID_ARGUMENT,
+    grpc.StatusCode.UNIMPLEMENTED,
+)
+"""Answers to a hello that dialling again would not change."""
 CLOSE_TIMEOUT_S = 5.0
 CHANNEL_OPTIONS = (
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
@@ -44,6 +52,7 @@ CHANNEL_OPTIONS = (
     ("grpc.keepalive_timeout_ms", 10_000),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.use_local_subchannel_pool", 1),  # a new dial is a new connection, without the pauses of the last one
     ("grpc.enable_http_proxy", 0),  # one from the environment is for web pages, and does not know this address
 )
 
@@ -62,6 +71,8 @@ class StreamEnded:
     """The last thing in an inbox: nothing can be sent or received any more."""
 
     reason: str
+    is_refusal: bool = False
+    """The scheduler does not want this worker, and would not later either."""
 
 
 Incoming = Welcome | BlockArrived | CancelBlock | Drain | StreamEnded
@@ -89,7 +100,7 @@ class WorkerStream:
         self._address = address
         self._hello = hello
         self._inbox: queue.SimpleQueue[Incoming] = queue.SimpleQueue()
-        self._outbox: queue.SimpleQueue[Ready | Fatal | Report | _Close] = queue.SimpleQueue()
+        self._outbox: queue.SimpleQueue[Ready | Fatal | Leaving | Report | _Close] = queue.SimpleQueue()
         self._iteration_began_s: float | None = None
         self._channel: grpc.Channel | None = None
         self._reader = threading.Thread(target=self._read, name="stream-reader", daemon=True)
@@ -99,9 +110,13 @@ class WorkerStream:
         self._channel = grpc.insecure_channel(self._address, options=CHANNEL_OPTIONS)
         self._reader.start()
 
-    def send(self, message: Ready | Fatal | Report) -> None:
+    def send(self, message: Ready | Fatal | Leaving | Report) -> None:
         """Queue a message; returns at once."""
         self._outbox.put(message)
+
+    def ask_to_leave(self) -> None:
+        """Ask for a Drain, which comes among the commands; may be called by a signal handler."""
+        self._outbox.put(Leaving())
 
     @contextmanager
     def iteration(self) -> Iterator[None]:
@@ -140,12 +155,12 @@ class WorkerStream:
                 at_s = time.monotonic()
                 command = command_from_message(message)
                 self._inbox.put(BlockArrived(command.task, at_s) if isinstance(command, RunBlock) else command)
-            reason = "the scheduler closed the stream"
+            ended = StreamEnded("the scheduler closed the stream")
         except grpc.RpcError as error:
-            reason = _details(error)
+            ended = _ended_by(error)
         except ValueError as error:
-            reason = one_line(error)
-        self._inbox.put(StreamEnded(reason))
+            ended = StreamEnded(one_line(error), is_refusal=True)
+        self._inbox.put(ended)
 
     def _messages(self) -> Iterator[pb.WorkerMessage]:
         """Runs in gRPC's sender thread."""
@@ -174,6 +189,8 @@ class WorkerStream:
         return EngineProgress(now_s, iteration, iteration_age_s=age_s)
 
 
-def _details(error: object) -> str:
-    """What the other side said; gRPC's errors are also calls, which their declared type hides."""
-    return one_line(error.details() or str(error.code()) if isinstance(error, grpc.Call) else str(error))
+def _ended_by(error: object) -> StreamEnded:
+    """With what the other side said; gRPC's errors are also calls, which their declared type hides."""
+    if not isinstance(error, grpc.Call):
+        return StreamEnded(one_line(str(error)))
+    return StreamEnded(one_line(error.details() or str(error.code())), error.code() in REFUSALS)

@@ -9,7 +9,7 @@ from itertools import count
 from typing import Any, TypeVar
 
 from dbench.events import Event
-from dbench.serve.fleet import Fleet
+from dbench.serve.fleet import Fleet, FleetRules
 from dbench.serve.placement import ColocatedPlacer
 from dbench.serve.routes import PREFILL_ROUTES, RouteState
 from dbench.serve.scheduler import Scheduler
@@ -35,6 +35,7 @@ E = TypeVar("E", bound=Event)
 BLOCK = 4
 MASK_ID = 90
 TIMEOUT_S = 30.0
+STARTUP_TIMEOUT_S = 60.0
 LIMITS = RequestLimits(
     block_length=BLOCK, max_gen_len=None, max_model_len=64, vocabulary_size=100, kv_max_pages=32, kv_page_size=4
 )
@@ -58,10 +59,11 @@ class Rig:
         policy: str = "round_robin",
         *,
         ready: bool = True,
+        num_remote: int = 0,
         sticky: bool = False,
     ) -> None:
         ids = (f"r{number}" for number in count())
-        self.fleet = Fleet(["cpu"] * num_workers)
+        self.fleet = Fleet(FleetRules(["cpu"] * num_workers, num_remote, STARTUP_TIMEOUT_S))
         placer = ColocatedPlacer(self.fleet, PREFILL_ROUTES[policy], RouteState(random.Random(0)), sticky=sticky)
         self.scheduler = Scheduler(given or rules(), self.fleet, placer, lambda: next(ids))
         self.now_s = 100.0
@@ -79,7 +81,9 @@ class Rig:
         self.changed += output.changed
 
     def ready(self, worker_id: int) -> None:
-        self.scheduler.worker_ready(Hello("key", worker_id, "cpu", 1000 + worker_id), Ready(32, 4, 64), self.now_s)
+        self.scheduler.worker_ready(
+            Hello("key", worker_id, self.fleet[worker_id].device, 1000 + worker_id), Ready(32, 4, 64), self.now_s
+        )
         self.take()
 
     def submit(self, prompt: tuple[int, ...] = (1, 2, 3), gen_length: int = BLOCK, **given: Any) -> TrackedRequest:
@@ -91,6 +95,20 @@ class Rig:
         status = self.scheduler.cancel(request_id, self.now_s)
         self.take()
         return status
+
+    def join(self, instance: str) -> int:
+        """A remote worker dials, and is ready at once; returns its id."""
+        worker = self.fleet.join(Hello("key", None, "cpu", 7, host=f"host of {instance}", instance=instance))
+        self.ready(worker.worker_id)
+        return worker.worker_id
+
+    def leave(self, worker_id: int) -> None:
+        """A worker asks to be drained."""
+        self.scheduler.worker_leaves(worker_id, self.now_s)
+        self.take()
+
+    def states(self) -> list[str]:
+        return [worker.state for worker in self.fleet.statuses()]
 
     def lose(self, worker_id: int, reason: str = "its stream ended") -> None:
         self.scheduler.worker_gone(worker_id, reason, self.now_s)
@@ -105,10 +123,12 @@ class Rig:
         self.take()
 
     def look(self, passed_s: float) -> None:
-        """Let time pass, and lose the workers that hang."""
+        """Let time pass, and lose the workers that hang or stay away."""
         self.now_s += passed_s
         for worker_id, reason in self.scheduler.find_hanging_workers(self.now_s):
             self.lose(worker_id, reason)
+        for worker_id, reason in self.fleet.find_absent():
+            self.give_up(worker_id, reason)
 
     def progress(
         self,

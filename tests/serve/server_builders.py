@@ -23,7 +23,7 @@ from dbench.serve.engine import Engine
 from dbench.serve.fake_runner import FakeRunner, FakeScript, SystemClock
 from dbench.serve.pages import PagePool
 from dbench.serve.recorder import Recorder
-from dbench.serve.server import build_hub
+from dbench.serve.server import build_hub, worker_terms
 from dbench.serve.status import ServerDescription
 from dbench.serve.wire import PollState
 from dbench.serve.wire_link import Hello, Ready
@@ -82,21 +82,32 @@ async def events_of(client: Client) -> list[Event]:
 
 
 class ThreadWorker:
-    """A worker of the real loop and stream on a scripted runner."""
+    """A worker of the real loop and stream on a scripted runner; without a number it is one of another host."""
 
-    def __init__(self, server: ServerInThisProcess, worker_id: int, script: FakeScript) -> None:
+    def __init__(
+        self, server: ServerInThisProcess, worker_id: int | None, script: FakeScript, instance: str = ""
+    ) -> None:
         self.error: BaseException | None = None
         self.num_pages = server.deployment.kv_max_pages
         self._deployment = server.deployment
-        self._worker_id = worker_id
+        self.drain_timeout_s = DEADLINE_S
         self._script = script
-        self.stream = WorkerStream(server.endpoint.local_address, Hello(WORKER_KEY, worker_id, "cpu", 1))
+        hello = Hello(WORKER_KEY, worker_id, "cpu", 1, host="elsewhere" if instance else "", instance=instance)
+        self.stream = WorkerStream(server.endpoint.local_address, hello)
         self.thread = threading.Thread(target=self._run, daemon=True)
 
     def start(self) -> ThreadWorker:
         self.stream.start()
         self.thread.start()
         return self
+
+    async def has_been_sent(self, num_commands: int) -> None:
+        """Wait until so many have come that its loop has not taken yet."""
+
+        async def have_come() -> bool:
+            return self.stream._inbox.qsize() == num_commands
+
+        await eventually(have_come)
 
     def vanish(self) -> None:
         """Hang up without a word."""
@@ -107,10 +118,10 @@ class ThreadWorker:
         page_size = self._deployment.options.kv_page_size
         runner = FakeRunner(self._script, page_size=page_size, clock=SystemClock())
         try:
-            wait_for_welcome(self.stream, self._worker_id)
-            engine = Engine(runner, PagePool(self.num_pages, page_size), limits, worker_id=self._worker_id)
+            worker_id = wait_for_welcome(self.stream).worker_id
+            engine = Engine(runner, PagePool(self.num_pages, page_size), limits, worker_id=worker_id)
             self.stream.send(Ready(self.num_pages, page_size, limits.max_model_len))
-            WorkerLoop(engine, self.stream).run()
+            WorkerLoop(engine, self.stream, self.drain_timeout_s).run()
         except ServerUnavailable as error:
             self.error = error
         finally:
@@ -126,7 +137,8 @@ class ServerInThisProcess:
         self.recorder = recorder or Recorder(None)
         self.hub = build_hub(self.deployment, self.service, self.recorder)
         description = ServerDescription(self.deployment, self.config_json, '{"machine":"test"}', "", 0.0)
-        self.endpoint = Endpoint(self.hub, self.service, WORKER_KEY, lambda: description.status(self.hub))
+        self.terms = replace(worker_terms(self.deployment, self.service), worker_key=WORKER_KEY)
+        self.endpoint = Endpoint(self.hub, self.service, self.terms, lambda: description.status(self.hub))
         self.workers: list[ThreadWorker] = []
 
     async def __aenter__(self) -> ServerInThisProcess:
@@ -149,6 +161,16 @@ class ServerInThisProcess:
         worker = ThreadWorker(self, worker_id, script or FakeScript()).start()
         self.workers.append(worker)
         return worker
+
+    def join(self, instance: str, script: FakeScript | None = None) -> ThreadWorker:
+        """A worker of another host dials in."""
+        worker = ThreadWorker(self, None, script or FakeScript(), instance).start()
+        self.workers.append(worker)
+        return worker
+
+    async def has_states(self, *states: str) -> None:
+        """Wait until the workers are in these states."""
+        await self.hub.until(lambda: [worker.state for worker in self.hub.worker_statuses()] == list(states))
 
     async def open(self, script: FakeScript | None = None) -> ServerInThisProcess:
         """Let all workers join, as a server does before it says that it is ready."""

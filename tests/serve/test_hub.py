@@ -80,7 +80,7 @@ def test_messages_of_a_worker_that_was_lost_meanwhile_are_dropped() -> None:
                 server.hub.worker_gone(0, "it hangs")
                 yield worker_message_to_message(batch)
 
-            service = WorkerLinkService(server.hub, WORKER_KEY)
+            service = WorkerLinkService(server.hub, server.terms)
             await service.Connect(messages(), cast(Any, Context()))
             lines = [line for part in server.hub.export() for line in part.lines]
             assert sum("batch_executed" in line for line in lines) == 1

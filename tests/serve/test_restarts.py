@@ -18,7 +18,7 @@ from tests.serve.server_builders import WORKER_KEY, ServerInThisProcess, final_s
 
 def config_of(server: ServerInThisProcess, **changes: str) -> WorkerConfig:
     given = {"scheduler": server.endpoint.local_address, "worker_key": WORKER_KEY, **changes}
-    return WorkerConfig(given["scheduler"], given["worker_key"], 0, "cpu", 1, logging.INFO, server.deployment.options)
+    return WorkerConfig(given["scheduler"], given["worker_key"], 0, "cpu", 1, logging.INFO)
 
 
 def test_pauses_double_up_to_the_longest() -> None:
@@ -52,7 +52,7 @@ def test_a_worker_that_can_no_longer_be_started_ends_the_requests_that_waited_wi
             await local.start()
             state = await final_state(client, await client.submit(Submission((1, 2, 3), 4)))
             assert state.status == "ERROR"
-            reason = "could not be started again 5 times in a row: worker 0 was not taken in: wrong worker key"
+            reason = "could not be started again 5 times in a row: the worker was not taken in: wrong worker key"
             assert reason in state.error_message
             assert [worker.state for worker in server.hub.worker_statuses()] == ["lost"]
             await restarts.stop()
@@ -99,12 +99,12 @@ def test_the_last_line_of_a_worker_is_its_message_alone(caplog: pytest.LogCaptur
             local = LocalWorkers([config_of(server, worker_key="another key")], server.hub.worker_gone)
             await local.start()
             worker = await local.first_ended()
-            assert worker.last_line.startswith("worker 0 was not taken in: wrong worker key")
+            assert worker.last_line.startswith("the worker was not taken in: wrong worker key")
 
     run(scenario())
     lines = [record for record in caplog.records if "was not taken in" in record.getMessage()]
     assert [record.levelno for record in lines] == [logging.ERROR]
-    assert lines[0].getMessage().startswith("worker 0: worker 0 was not taken in")
+    assert lines[0].getMessage().startswith("worker 0: the worker was not taken in")
 
 
 @pytest.mark.parametrize(

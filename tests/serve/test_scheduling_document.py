@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from dbench.serve.fleet import Assignment, Fleet
+from dbench.serve.fleet import Assignment, Fleet, FleetRules
 from dbench.serve.placement import HybridPlacer, HybridRules
 from dbench.serve.policy import QUEUE_ORDERS, Room, TokenBudget, admit
 from dbench.serve.routes import DECODE_ROUTES, HYBRID_PREFILL_ROUTES, PREFILL_ROUTES, Route, RouteState, WorkerLoad
@@ -110,7 +110,8 @@ def test_the_token_budget_works_as_shown() -> None:
 
 def hybrid_placer(rows: list[Row], *, overflow: bool) -> HybridPlacer:
     """A placer over workers that hold what the table says."""
-    fleet = Fleet(["cpu"] * len(rows), num_prefill=sum(row["kind"] == "prefill" for row in rows))
+    num_prefill = sum(row["kind"] == "prefill" for row in rows)
+    fleet = Fleet(FleetRules(["cpu"] * len(rows), num_prefill=num_prefill))
     for row, worker in zip(rows, fleet.workers.values(), strict=True):
         assert (row["worker"], row["kind"]) == (str(worker.worker_id), worker.kind)
         worker.become_ready("cpu", 1, Ready(int(row["free pages"]), 16, 100_000), 0.0)

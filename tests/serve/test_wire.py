@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dbench.errors import RequestError
+from dbench.options import EngineOptions
 from dbench.serve import wire, wire_link
 from dbench.serve.proto import dbench_pb2 as pb
 from dbench.serve.sequence import (
@@ -83,7 +84,16 @@ ENDS = st.builds(
     fault=st.sampled_from(Fault),
 )
 WORKER_MESSAGES = (
-    st.builds(wire_link.Hello, worker_key=TEXT, worker_id=INT32, device=TEXT, pid=INT32)
+    st.builds(
+        wire_link.Hello,
+        worker_key=TEXT,
+        worker_id=st.none() | INT32,
+        device=TEXT,
+        pid=INT32,
+        version=TEXT,
+        host=TEXT,
+        instance=TEXT,
+    )
     | st.builds(wire_link.Ready, pages_total=INT32, kv_page_size=INT32, max_model_len=INT32)
     | st.builds(
         wire_link.EngineProgress,
@@ -95,9 +105,15 @@ WORKER_MESSAGES = (
         iteration_age_s=st.none() | FLOATS,
     )
     | st.builds(wire_link.Fatal, TEXT)
+    | st.just(wire_link.Leaving())
 )
 COMMANDS = (
-    st.builds(wire_link.Welcome, INT32)
+    st.builds(
+        wire_link.Welcome,
+        INT32,
+        st.builds(EngineOptions, model=st.sampled_from(["embedded", "/srv/llada"]), kv_max_pages=st.integers(1, 100)),
+        TEXT,
+    )
     | st.builds(wire_link.RunBlock, TASKS)
     | st.builds(wire_link.CancelBlock, KEYS)
     | st.just(wire_link.Drain())
@@ -119,6 +135,7 @@ WORKERS = st.builds(
     num_forward_passes=INT64,
     num_unmasked_tokens=INT64,
     pid=INT32,
+    num_losses=INT32,
 )
 STATUSES = st.builds(
     wire.ServerStatus,
@@ -196,10 +213,16 @@ def test_a_number_too_large_for_the_wire_is_refused(submission: wire.Submission)
         wire.submission_to_message(submission)
 
 
+def test_options_that_this_version_does_not_know_are_refused() -> None:
+    for engine_json in ('{"no_such_option": 1}', "no JSON"):
+        with pytest.raises(ValueError, match="the welcome's options cannot be read"):
+            wire_link.command_from_message(pb.SchedulerCommand(welcome=pb.Welcome(engine_json=engine_json)))
+
+
 def test_empty_messages_are_refused() -> None:
     with pytest.raises(ValueError, match="accepted_request_id, block or result"):
         wire.generate_reply_from_message(pb.GenerateReply())
-    with pytest.raises(ValueError, match="hello, ready, progress or fatal"):
+    with pytest.raises(ValueError, match="hello, ready, progress, fatal or leaving"):
         wire_link.worker_message_from_message(pb.WorkerMessage())
     with pytest.raises(ValueError, match="welcome, run, reserve, send, cancel or drain"):
         wire_link.command_from_message(pb.SchedulerCommand())

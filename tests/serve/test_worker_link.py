@@ -113,11 +113,7 @@ def test_a_block_that_comes_while_a_batch_runs_was_received_then() -> None:
             await client.submit(Submission(PROMPT, 4))
             await asyncio.to_thread(gate.reached.wait, DEADLINE_S)
             late_id = await client.submit(Submission(PROMPT, 4))
-
-            async def has_come() -> bool:
-                return server.workers[0].stream._inbox.qsize() == 1
-
-            await eventually(has_come)
+            await server.workers[0].has_been_sent(1)
             seen_s = time.monotonic()
             await asyncio.sleep(0.05)
             waited_s = time.monotonic() - seen_s

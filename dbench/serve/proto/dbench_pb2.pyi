@@ -145,7 +145,7 @@ class ServerStatusReply(_message.Message):
     def __init__(self, version: _Optional[str] = ..., ready_for_requests: _Optional[bool] = ..., model: _Optional[str] = ..., block_length: _Optional[int] = ..., max_gen_len: _Optional[int] = ..., max_model_len: _Optional[int] = ..., vocabulary_size: _Optional[int] = ..., reserved_token_ids: _Optional[_Iterable[int]] = ..., mask_token_id: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., resolved_config_json: _Optional[str] = ..., environment_json: _Optional[str] = ..., now_s: _Optional[float] = ..., num_requests_in_server: _Optional[int] = ..., tokenizer: _Optional[str] = ..., metrics_output_dir: _Optional[str] = ...) -> None: ...
 
 class WorkerStatus(_message.Message):
-    __slots__ = ("worker_id", "kind", "device", "ready", "state", "pages_total", "pages_used", "kv_page_size", "queue_depth_waiting", "queue_depth_active", "outstanding_prefill_tokens", "num_iterations", "num_forward_passes", "num_unmasked_tokens", "pid")
+    __slots__ = ("worker_id", "kind", "device", "ready", "state", "pages_total", "pages_used", "kv_page_size", "queue_depth_waiting", "queue_depth_active", "outstanding_prefill_tokens", "num_iterations", "num_forward_passes", "num_unmasked_tokens", "pid", "num_losses")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     KIND_FIELD_NUMBER: _ClassVar[int]
     DEVICE_FIELD_NUMBER: _ClassVar[int]
@@ -161,6 +161,7 @@ class WorkerStatus(_message.Message):
     NUM_FORWARD_PASSES_FIELD_NUMBER: _ClassVar[int]
     NUM_UNMASKED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
+    NUM_LOSSES_FIELD_NUMBER: _ClassVar[int]
     worker_id: int
     kind: str
     device: str
@@ -176,7 +177,8 @@ class WorkerStatus(_message.Message):
     num_forward_passes: int
     num_unmasked_tokens: int
     pid: int
-    def __init__(self, worker_id: _Optional[int] = ..., kind: _Optional[str] = ..., device: _Optional[str] = ..., ready: _Optional[bool] = ..., state: _Optional[str] = ..., pages_total: _Optional[int] = ..., pages_used: _Optional[int] = ..., kv_page_size: _Optional[int] = ..., queue_depth_waiting: _Optional[int] = ..., queue_depth_active: _Optional[int] = ..., outstanding_prefill_tokens: _Optional[int] = ..., num_iterations: _Optional[int] = ..., num_forward_passes: _Optional[int] = ..., num_unmasked_tokens: _Optional[int] = ..., pid: _Optional[int] = ...) -> None: ...
+    num_losses: int
+    def __init__(self, worker_id: _Optional[int] = ..., kind: _Optional[str] = ..., device: _Optional[str] = ..., ready: _Optional[bool] = ..., state: _Optional[str] = ..., pages_total: _Optional[int] = ..., pages_used: _Optional[int] = ..., kv_page_size: _Optional[int] = ..., queue_depth_waiting: _Optional[int] = ..., queue_depth_active: _Optional[int] = ..., outstanding_prefill_tokens: _Optional[int] = ..., num_iterations: _Optional[int] = ..., num_forward_passes: _Optional[int] = ..., num_unmasked_tokens: _Optional[int] = ..., pid: _Optional[int] = ..., num_losses: _Optional[int] = ...) -> None: ...
 
 class ResetMetricsRequest(_message.Message):
     __slots__ = ()
@@ -251,14 +253,18 @@ class SchedulerCommand(_message.Message):
     def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., run: _Optional[_Union[BlockTask, _Mapping]] = ..., cancel: _Optional[_Union[BlockKey, _Mapping]] = ..., drain: _Optional[_Union[Drain, _Mapping]] = ..., reserve: _Optional[_Union[ReserveBlock, _Mapping]] = ..., send: _Optional[_Union[SendBlock, _Mapping]] = ...) -> None: ...
 
 class Welcome(_message.Message):
-    __slots__ = ("worker_id", "kind", "meeting_address")
+    __slots__ = ("worker_id", "engine_json", "model_fingerprint", "kind", "meeting_address")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    ENGINE_JSON_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     KIND_FIELD_NUMBER: _ClassVar[int]
     MEETING_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     worker_id: int
+    engine_json: str
+    model_fingerprint: str
     kind: str
     meeting_address: str
-    def __init__(self, worker_id: _Optional[int] = ..., kind: _Optional[str] = ..., meeting_address: _Optional[str] = ...) -> None: ...
+    def __init__(self, worker_id: _Optional[int] = ..., engine_json: _Optional[str] = ..., model_fingerprint: _Optional[str] = ..., kind: _Optional[str] = ..., meeting_address: _Optional[str] = ...) -> None: ...
 
 class ReserveBlock(_message.Message):
     __slots__ = ("task", "sender_id", "epoch")
@@ -285,28 +291,40 @@ class Drain(_message.Message):
     def __init__(self) -> None: ...
 
 class WorkerMessage(_message.Message):
-    __slots__ = ("hello", "ready", "progress", "fatal")
+    __slots__ = ("hello", "ready", "progress", "fatal", "leaving")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     READY_FIELD_NUMBER: _ClassVar[int]
     PROGRESS_FIELD_NUMBER: _ClassVar[int]
     FATAL_FIELD_NUMBER: _ClassVar[int]
+    LEAVING_FIELD_NUMBER: _ClassVar[int]
     hello: Hello
     ready: Ready
     progress: Progress
     fatal: str
-    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., ready: _Optional[_Union[Ready, _Mapping]] = ..., progress: _Optional[_Union[Progress, _Mapping]] = ..., fatal: _Optional[str] = ...) -> None: ...
+    leaving: Leaving
+    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., ready: _Optional[_Union[Ready, _Mapping]] = ..., progress: _Optional[_Union[Progress, _Mapping]] = ..., fatal: _Optional[str] = ..., leaving: _Optional[_Union[Leaving, _Mapping]] = ...) -> None: ...
 
 class Hello(_message.Message):
-    __slots__ = ("worker_key", "worker_id", "device", "pid")
+    __slots__ = ("worker_key", "worker_id", "device", "pid", "version", "host", "instance")
     WORKER_KEY_FIELD_NUMBER: _ClassVar[int]
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     DEVICE_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    HOST_FIELD_NUMBER: _ClassVar[int]
+    INSTANCE_FIELD_NUMBER: _ClassVar[int]
     worker_key: str
     worker_id: int
     device: str
     pid: int
-    def __init__(self, worker_key: _Optional[str] = ..., worker_id: _Optional[int] = ..., device: _Optional[str] = ..., pid: _Optional[int] = ...) -> None: ...
+    version: str
+    host: str
+    instance: str
+    def __init__(self, worker_key: _Optional[str] = ..., worker_id: _Optional[int] = ..., device: _Optional[str] = ..., pid: _Optional[int] = ..., version: _Optional[str] = ..., host: _Optional[str] = ..., instance: _Optional[str] = ...) -> None: ...
+
+class Leaving(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
 
 class Ready(_message.Message):
     __slots__ = ("pages_total", "kv_page_size", "max_model_len")

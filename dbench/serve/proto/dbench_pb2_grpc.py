@@ -391,7 +391,7 @@ class WorkerLinkServicer:
     """
 
     def Connect(self, request_iterator, context):
-        """A worker dials in and holds this stream for its life; either side ending it ends the worker.
+        """A worker dials in and holds this stream for as long as it works; a stream that has ended is a lost worker.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -1,0 +1,230 @@
+"""A worker that no server has started: it dials one, works for it, and dials again when that is gone.
+
+The model stays loaded between two servers that want the same of it. Ctrl-C or SIGTERM drains the worker;
+a second one ends it at once.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from types import FrameType
+
+from dbench.errors import EXIT_INTERRUPTED, EXIT_OK, DbenchError, ModelError, OptionError, ServerUnavailable, one_line
+from dbench.options import EngineOptions
+from dbench.serve.deployment import Deployment, deployment_of
+from dbench.serve.engine import Engine
+from dbench.serve.runner import Runner
+from dbench.serve.wire_link import Fatal, Hello, Leaving, Welcome
+from dbench.serve.worker import WorkerLoop, load_runner, new_engine, ready, wait_for_welcome, yield_the_cpu
+from dbench.serve.worker_stream import WorkerStream
+
+CUDA = "cuda:"
+FIRST_PAUSE_S = 1.0
+LONGEST_PAUSE_S = 30.0
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteWorkerConfig:
+    """One worker, and the server that it wants to work for."""
+
+    scheduler: str
+    """host:port"""
+    worker_key: str = field(repr=False)
+    device: str
+    """cpu or cuda:N."""
+    model: str | None
+    """Where this host has the model; None: where the server has it."""
+    num_threads: int
+    drain_timeout_s: float
+    reconnect_timeout_s: float
+    """0: for ever."""
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A model in memory, and what it was loaded for."""
+
+    engine: EngineOptions
+    fingerprint: str
+    deployment: Deployment
+    runner: Runner
+
+    def suits(self, welcome: Welcome) -> bool:
+        return (self.engine, self.fingerprint) == (welcome.engine, welcome.model_fingerprint)
+
+
+class RemoteWorker:
+    """`run` is for the main thread; `on_ready` gets the number under which a server knows the worker."""
+
+    def __init__(self, config: RemoteWorkerConfig, on_ready: Callable[[int], None]) -> None:
+        self._config = config
+        self._on_ready = on_ready
+        self._instance = uuid.uuid4().hex
+        self._loaded: Loaded | None = None
+        self._in_service: WorkerStream | None = None
+        self._is_leaving = False
+        self._exit_code = EXIT_OK
+
+    def run(self) -> int:
+        """Work until somebody wants the end; returns the exit code.
+
+        Raises ServerUnavailable after reconnect_timeout_s without a server, and at once WorkerRefused,
+        ModelError, OptionError, or whatever broke the engine.
+        """
+        check_device(self._config.device)
+        yield_the_cpu(self._config.device)
+        with self._signals():
+            try:
+                self._work()
+            except KeyboardInterrupt:
+                logger.info("the worker ends at once")
+            finally:
+                self._unload()
+        return self._exit_code
+
+    @contextmanager
+    def _signals(self) -> Iterator[None]:
+        before = {number: signal.signal(number, self._on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        """The first signal drains a worker in service; any other ends it, from wherever it is."""
+        self._exit_code = EXIT_INTERRUPTED if number == signal.SIGINT else EXIT_OK
+        if self._is_leaving or self._in_service is None:
+            raise KeyboardInterrupt
+        self._is_leaving = True
+        self._in_service.ask_to_leave()
+
+    def _work(self) -> None:
+        config, pause_s, alone_since_s = self._config, FIRST_PAUSE_S, time.monotonic()
+        while True:
+            was_ready, reason = self._dial()
+            if self._is_leaving:
+                return
+            if was_ready:
+                pause_s, alone_since_s = FIRST_PAUSE_S, time.monotonic()
+            alone_s = time.monotonic() - alone_since_s
+            if config.reconnect_timeout_s and alone_s + pause_s > config.reconnect_timeout_s:
+                limit = f"reconnect_timeout_s {config.reconnect_timeout_s:g}"
+                raise ServerUnavailable(f"no server at {config.scheduler} took the worker in within {limit}: {reason}")
+            logger.warning("%s: %s; the worker dials again in %g s", config.scheduler, reason, pause_s)
+            time.sleep(pause_s)
+            pause_s = min(LONGEST_PAUSE_S, 2 * pause_s)
+
+    def _dial(self) -> tuple[bool, str]:
+        """One stream, from its hello to its end: whether the worker was ready in it, and why it ended."""
+        config = self._config
+        hello = Hello(
+            config.worker_key,
+            None,
+            config.device,
+            os.getpid(),
+            host=socket.gethostname(),
+            instance=self._instance,
+        )
+        stream = WorkerStream(config.scheduler, hello)
+        stream.start()
+        was_ready = False
+        try:
+            engine, worker_id = self._prepare(stream)
+            was_ready = True
+            self._on_ready(worker_id)
+            self._serve(engine, stream)
+            return was_ready, "the server ends"
+        except ServerUnavailable as error:
+            return was_ready, str(error)
+        except KeyboardInterrupt:
+            stream.send(Leaving())
+            raise
+        except DbenchError as error:
+            stream.send(Fatal(str(error)))
+            raise
+        except Exception as error:
+            stream.send(Fatal(f"{type(error).__name__}: {one_line(error)}"))
+            raise
+        finally:
+            stream.close()
+
+    def _prepare(self, stream: WorkerStream) -> tuple[Engine, int]:
+        """Load what the server wants, if it is not loaded already, and report ready."""
+        welcome = wait_for_welcome(stream)
+        logger.info("%s: taken in as worker %d", self._config.scheduler, welcome.worker_id)
+        loaded = self._load(welcome)
+        engine = new_engine(loaded.deployment, loaded.runner, welcome.worker_id)
+        stream.send(ready(loaded.deployment))
+        return engine, welcome.worker_id
+
+    def _serve(self, engine: Engine, stream: WorkerStream) -> None:
+        """Until drained. A lost stream leaves the engine empty, so that its runner can serve another."""
+        self._in_service = stream
+        try:
+            WorkerLoop(engine, stream, self._config.drain_timeout_s).run()
+        except ServerUnavailable:
+            empty(engine)
+            raise
+        finally:
+            self._in_service = None
+
+    def _load(self, welcome: Welcome) -> Loaded:
+        if self._loaded is not None and self._loaded.suits(welcome):
+            return self._loaded
+        self._unload()
+        deployment = deployment_on_this_host(welcome, self._config.model)
+        runner = load_runner(deployment, self._config.device, self._config.num_threads)
+        self._loaded = Loaded(welcome.engine, welcome.model_fingerprint, deployment, runner)
+        return self._loaded
+
+    def _unload(self) -> None:
+        loaded, self._loaded = self._loaded, None
+        if loaded is not None:
+            loaded.runner.close()
+
+
+def deployment_on_this_host(welcome: Welcome, model: str | None) -> Deployment:
+    """What the server serves, from this host's files. Raises ModelError when they are missing or others."""
+    options = welcome.engine if model is None else replace(welcome.engine, model=model)
+    try:
+        deployment = deployment_of(options)
+    except ModelError as error:
+        if model is not None:
+            raise
+        raise ModelError(f"{error} (so the server calls it; give --model for this host)") from None
+    if deployment.model_fingerprint() != welcome.model_fingerprint:
+        raise ModelError(
+            f"{deployment.model_dir}: its config.json or weights differ from the server's; "
+            "give --model with a copy of the same checkpoint"
+        )
+    return deployment
+
+
+def empty(engine: Engine) -> None:
+    """Let all blocks go whose results nobody waits for any more; the device finishes what it runs."""
+    for key in engine.held:
+        engine.cancel(key)
+    while engine.step() is not None:
+        pass
+
+
+def check_device(device: str) -> None:
+    """Raises OptionError for a CUDA device that torch does not see."""
+    if not device.startswith(CUDA):
+        return
+    import torch
+
+    number, found = device.removeprefix(CUDA), torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if int(number) >= found:
+        raise OptionError(f"gpu: got {number}, but torch sees {found} CUDA devices here; give another, or 'cpu'")

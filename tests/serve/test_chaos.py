@@ -1,0 +1,45 @@
+"""Many requests while workers die and stand still: each has its one right end, and nothing is left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.serve.chaos import MODES, Chaos, Mode
+from tests.serve.process_builders import assert_all_end, family_of, is_gone, launch
+from tests.serve.remote_builders import is_bindable, names
+
+WORKER_TIMEOUT_S = 3.0
+
+
+@pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.name)
+def test_every_request_has_its_right_end_while_workers_die(
+    mode: Mode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pytestconfig: pytest.Config
+) -> None:
+    folders = [tmp_path / name for name in ("temporary", "metrics")]
+    for folder in folders:
+        folder.mkdir()
+    monkeypatch.setenv("TMPDIR", str(folders[0]))
+    server = launch(
+        tmp_path / "server.log",
+        block_length=8,
+        worker_timeout_s=WORKER_TIMEOUT_S,
+        metrics_output_dir=str(folders[1]),
+        **mode.options,
+    )
+
+    def workers() -> list[psutil.Process]:
+        return [process for process in psutil.Process(server.pid).children() if not is_gone(process)]
+
+    with server:
+        family = family_of(server.pid)
+        draw = random.Random(pytestconfig.getoption("chaos_seed"))
+        chaos = Chaos(server.address, draw, workers, pytestconfig.getoption("chaos_requests"))
+        asyncio.run(chaos.run())
+    assert_all_end([*family, *chaos.outcome.processes])
+    assert is_bindable(server.address)
+    assert [names(list(folder.iterdir())) for folder in folders] == [[], ["events.jsonl"]]
