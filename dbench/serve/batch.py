@@ -6,7 +6,7 @@ R output rows: those whose logits are needed, the still masked positions of each
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -60,8 +60,8 @@ class SlotTable:
         self.temperature_S = torch.zeros(num_slots, dtype=torch.float32, device=device)
         self.parameter_S = torch.zeros(num_slots, dtype=torch.float32, device=device)
 
-    def fill(self, slot: int, task: BlockTask, pages: tuple[int, ...]) -> None:
-        """Give a free slot to a block: prompt as it is, masks after it, step 0."""
+    def fill(self, slot: int, task: BlockTask, pages: tuple[int, ...], fixed: Mapping[int, int] | None = None) -> None:
+        """Give a free slot to a block: prompt as it is, masks after it, step 0; 1 with what a refresh has fixed."""
         sizes = self.sizes
         assert self.attached[slot] is None, f"slot {slot} is taken"
         assert task.block_length == sizes.block_length, f"block of {task.block_length}, not {sizes.block_length}"
@@ -76,6 +76,11 @@ class SlotTable:
         self.ignore_eos_S[slot] = task.ignore_eos
         self.block_start_S[slot] = task.block_start
         self.step_S[slot] = 0
+        if fixed is not None:
+            positions = torch.tensor([*fixed], dtype=torch.int64, device=sizes.device)
+            self.canvas_SC[slot, positions] = torch.tensor([*fixed.values()], device=sizes.device)
+            self.masked_SL[slot, positions - task.block_start] = False
+            self.step_S[slot] = 1
         self.seed_S[slot] = task.request_seed
         parameter = task.sampling.parameter
         self.temperature_S[slot] = task.sampling.temperature

@@ -10,7 +10,7 @@ from typing import TypeVar
 from dbench.engine_options import NO_DEVICE
 from dbench.errors import OptionError
 from dbench.options import HYBRID, EngineOptions
-from dbench.serve.engine import EngineLimits
+from dbench.serve.engine_state import EngineLimits
 from dbench.serve.families import FAMILIES, ModelConfig, find_model, read_model_config
 from dbench.serve.validation import RequestLimits
 
@@ -48,7 +48,8 @@ class Deployment:
             kv_page_size=self.options.kv_page_size,
         )
 
-    def engine_limits(self) -> EngineLimits:
+    def engine_limits(self, *, refresh_only: bool = False) -> EngineLimits:
+        """For a worker that does everything, or only refreshes."""
         return EngineLimits(
             max_batch_size=self.options.max_batch_size,
             max_tokens_per_iteration=self.options.max_tokens_per_iteration,
@@ -59,6 +60,8 @@ class Deployment:
             eos_token_ids=self.model.eos_token_ids,
             cache_mode=self.options.cache_mode,
             logit_shift=FAMILIES[self.model.family].logit_shift,
+            refresh_only=refresh_only,
+            max_prefill_tokens_per_batch=self.options.max_prefill_tokens_per_batch,
         )
 
     def model_fingerprint(self) -> str:

@@ -301,7 +301,6 @@ class Fleet:
         return [worker for worker in self.workers.values() if worker.phase in phases]
 
     @property
-    @property
     def is_complete(self) -> bool:
         """All that are expected are ready, whoever else may have joined."""
         return all(self.workers[number].phase is WorkerPhase.READY for number in range(self.num_expected))

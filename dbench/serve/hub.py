@@ -166,6 +166,9 @@ class Hub:
         logger.info("worker %d (%s) joins", worker.worker_id, worker.device)
         return replace(hello, worker_id=worker.worker_id, device=worker.device)
 
+    def kind_of(self, worker_id: int) -> str:
+        return self._scheduler.fleet[worker_id].kind
+
     def connect(self, worker_id: int) -> Link:
         """For a worker whose stream has begun."""
         assert worker_id not in self._links, f"worker {worker_id} has a stream already"

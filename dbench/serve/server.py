@@ -32,6 +32,7 @@ from dbench.serve.handover import ServerConfig, WorkerConfig
 from dbench.serve.hub import Hub
 from dbench.serve.link_service import WorkerTerms
 from dbench.serve.local_workers import LocalWorkers
+from dbench.serve.meeting import Meeting
 from dbench.serve.placement import PLACERS
 from dbench.serve.policy import choose
 from dbench.serve.recorder import Recorder
@@ -124,7 +125,10 @@ async def run_server(
         description = ServerDescription(
             deployment, config_json, environment, service.metrics_output_dir or "", hub.clock()
         )
-        terms = worker_terms(deployment, service)
+        meeting = Meeting(service.master_addr, service.master_port)
+        if deployment.num_prefill:
+            await meeting.start()
+        terms = worker_terms(deployment, service, meeting.address)
         endpoint = Endpoint(hub, service, terms, lambda: description.status(hub))
         await endpoint.start()
         local = LocalWorkers(worker_configs(deployment, endpoint.local_address, terms.worker_key), hub.worker_gone)
@@ -156,6 +160,7 @@ async def run_server(
             for task in tasks:
                 task.cancel()
             await _end(hub, local, endpoint, at_once=not has_drained)
+            meeting.close()
         for task in tasks:
             with suppress(asyncio.CancelledError):
                 await task
@@ -186,7 +191,7 @@ def build_hub(deployment: Deployment, service: ServiceOptions, recorder: Recorde
     return Hub(scheduler, recorder, clock=time.monotonic, log_requests=service.log_requests)
 
 
-def worker_terms(deployment: Deployment, service: ServiceOptions) -> WorkerTerms:
+def worker_terms(deployment: Deployment, service: ServiceOptions, meeting_address: str) -> WorkerTerms:
     """Without a key of its own a server makes one that only the workers it starts are told."""
     key = service.worker_key
     return WorkerTerms(
@@ -194,6 +199,7 @@ def worker_terms(deployment: Deployment, service: ServiceOptions) -> WorkerTerms
         takes_remote=key is not None,
         engine=deployment.options,
         model_fingerprint=deployment.model_fingerprint(),
+        meeting_address=meeting_address,
     )
 
 
