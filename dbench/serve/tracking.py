@@ -103,7 +103,7 @@ class TrackedRequest:
 
     def note_failure(self, worker_id: int, fault: Fault) -> None:
         """An attempt at its block has failed there; as part of a batch it counts only if the block was alone."""
-        if fault is Fault.WORKER or (fault is Fault.BATCH and self.alone):
+        if fault in (Fault.WORKER, Fault.TRANSFER) or (fault is Fault.BATCH and self.alone):
             self.num_failures += 1
         self.alone = self.alone or fault is Fault.BATCH
         self.attempt += 1

@@ -5,13 +5,14 @@ from __future__ import annotations
 import random
 from array import array
 from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import count
 from typing import Any, TypeVar
 
 from dbench.events import Event
 from dbench.serve.fleet import Fleet, FleetRules
-from dbench.serve.placement import ColocatedPlacer
-from dbench.serve.routes import PREFILL_ROUTES, RouteState
+from dbench.serve.placement import ColocatedPlacer, HybridPlacer, HybridRules, Placer
+from dbench.serve.routes import DECODE_ROUTES, HYBRID_PREFILL_ROUTES, PREFILL_ROUTES, RouteState
 from dbench.serve.scheduler import Scheduler
 from dbench.serve.scheduler_records import SchedulerRules
 from dbench.serve.sequence import (
@@ -49,6 +50,39 @@ def rules(
     )
 
 
+@dataclass(frozen=True)
+class Hybrid:
+    """A fleet of two kinds of workers, the prefill workers first, and how its blocks are placed."""
+
+    num_prefill: int = 1
+    num_colocated: int = 2
+    num_pages: int = 32
+    overflow: bool = True
+    overload_threshold: int = 40
+    decode_policy: str = "max_free_memory"
+    prefill_policy: str = "least_outstanding_prefill_tokens"
+
+    def fleet(self) -> Fleet:
+        return Fleet(
+            FleetRules(
+                ["cpu"] * (self.num_prefill + self.num_colocated),
+                num_prefill=self.num_prefill,
+                refreshes_anywhere=self.overflow,
+            )
+        )
+
+    def placer(self, fleet: Fleet) -> HybridPlacer:
+        rules = HybridRules(
+            HYBRID_PREFILL_ROUTES[self.prefill_policy],
+            RouteState(random.Random(0)),
+            DECODE_ROUTES[self.decode_policy],
+            RouteState(random.Random(1)),
+            overflow=self.overflow,
+            overload_threshold=self.overload_threshold,
+        )
+        return HybridPlacer(fleet, rules)
+
+
 class Rig:
     """Drives a scheduler; keeps every command and event it gave."""
 
@@ -61,10 +95,18 @@ class Rig:
         ready: bool = True,
         num_remote: int = 0,
         sticky: bool = False,
+        hybrid: Hybrid | None = None,
     ) -> None:
         ids = (f"r{number}" for number in count())
-        self.fleet = Fleet(FleetRules(["cpu"] * num_workers, num_remote, STARTUP_TIMEOUT_S))
-        placer = ColocatedPlacer(self.fleet, PREFILL_ROUTES[policy], RouteState(random.Random(0)), sticky=sticky)
+        if hybrid is None:
+            self.fleet = Fleet(FleetRules(["cpu"] * num_workers, num_remote, STARTUP_TIMEOUT_S))
+            state = RouteState(random.Random(0))
+            placer: Placer = ColocatedPlacer(self.fleet, PREFILL_ROUTES[policy], state, sticky=sticky)
+        else:
+            num_workers = hybrid.num_prefill + hybrid.num_colocated
+            self.fleet = hybrid.fleet()
+            placer = hybrid.placer(self.fleet)
+        self.num_pages = 32 if hybrid is None else hybrid.num_pages
         self.scheduler = Scheduler(given or rules(), self.fleet, placer, lambda: next(ids))
         self.now_s = 100.0
         self.commands: list[tuple[int, Command]] = []
@@ -81,9 +123,8 @@ class Rig:
         self.changed += output.changed
 
     def ready(self, worker_id: int) -> None:
-        self.scheduler.worker_ready(
-            Hello("key", worker_id, self.fleet[worker_id].device, 1000 + worker_id), Ready(32, 4, 64), self.now_s
-        )
+        hello = Hello("key", worker_id, self.fleet[worker_id].device, 1000 + worker_id)
+        self.scheduler.worker_ready(hello, Ready(self.num_pages, 4, 64), self.now_s)
         self.take()
 
     def submit(self, prompt: tuple[int, ...] = (1, 2, 3), gen_length: int = BLOCK, **given: Any) -> TrackedRequest:
@@ -138,9 +179,13 @@ class Rig:
         lines: tuple[str, ...] = (),
         worker_now_s: float | None = None,
         iteration_age_s: float | None = None,
+        reserved: tuple[BlockKey, ...] = (),
+        handed_over: tuple[BlockKey, ...] = (),
     ) -> None:
         worker_now_s = self.now_s if worker_now_s is None else worker_now_s
-        message = EngineProgress(worker_now_s, 1, refreshed, ended, lines, iteration_age_s)
+        message = EngineProgress(
+            worker_now_s, 1, refreshed, ended, lines, iteration_age_s, reserved=reserved, handed_over=handed_over
+        )
         self.scheduler.progress(worker_id, message, self.now_s)
         self.take()
 
