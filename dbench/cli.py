@@ -105,7 +105,7 @@ COMMANDS: tuple[Command, ...] = (
         has_json=True,
         hidden=("server", "qps", "concurrency"),
     ),
-    Command("worker", "Work for a server on this or another host until Ctrl-C or SIGTERM.", _worker, hidden=NO_VIEW),
+    Command("worker", "Join a running server as one of its workers.", _worker, hidden=NO_VIEW),
     Command("submit", "Send one request to a server and print its answer.", _submit, has_json=True, hidden=NO_VIEW),
     Command(
         "report",
@@ -223,7 +223,7 @@ def _usage_line(error: Any) -> str:
         return f"{error.format_message().rstrip('.')} (see {path} --help)"
     known = [name for p in context.command.params for name in (*p.opts, *p.secondary_opts) if name.startswith("--")]
     elsewhere = commands_with(flag.removeprefix("--").replace("-", "_"))
-    hint = f"; it belongs to {', '.join(elsewhere)}" if elsewhere else nearest(flag, known)
+    hint = f"; it belongs to {', '.join(elsewhere)}" if elsewhere else nearest(flag, known, "--")
     return f"{path} has no option {flag}{hint} (see {path} --help)"
 
 

@@ -247,7 +247,7 @@ def unknown_variables(environment: Mapping[str, str]) -> list[str]:
     everywhere = option_table(s for sections in COMMAND_SECTIONS.values() for s in sections)
     known = {option.environment_variable for option in everywhere.values()}
     return [
-        f"environment variable {variable} belongs to no option{nearest(variable, known)}"
+        f"environment variable {variable} belongs to no option{nearest(variable, known, VARIABLE_PREFIX)}"
         for variable in sorted(environment)
         if variable.startswith(VARIABLE_PREFIX) and variable not in known
     ]

@@ -100,11 +100,27 @@ class RunCutShort(RunError):
         self.run_dir = run_dir
 
 
-def unknown_name(kind: str, got: str, known: Iterable[str]) -> str:
-    """One line for a name that no table holds: the nearest known one, then all of them."""
+LIKE = 0.6
+VERY_LIKE = 0.8
+"""Shares of the letters that two names have in common, in order."""
+
+
+def near_name(got: str, known: Iterable[str]) -> str | None:
+    """The known name that was probably meant: one very like it, or else one like it that begins alike.
+
+    Short names share many letters by chance: `bogus` is as like `gpus` as `qpz` is like `qps`.
+    """
     names = sorted(known)
-    near = get_close_matches(got, names, n=1)
-    hint = f"; did you mean {near[0]!r}?" if near else ""
+    begin_alike = [name for name in names if name[:1] == got[:1]]
+    near = get_close_matches(got, names, n=1, cutoff=VERY_LIKE) or get_close_matches(got, begin_alike, n=1, cutoff=LIKE)
+    return near[0] if near else None
+
+
+def unknown_name(kind: str, got: str, known: Iterable[str]) -> str:
+    """One line for a name that no table holds: the one that was probably meant, then all of them."""
+    names = sorted(known)
+    near = near_name(got, names)
+    hint = f"; did you mean {near!r}?" if near else ""
     return f"unknown {kind} {got!r}{hint} (known: {', '.join(names)})"
 
 

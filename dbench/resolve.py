@@ -165,7 +165,7 @@ def devices(plan: ServePlan) -> ServePlan:
 
 def _no_device(plan: ServePlan) -> ServePlan:
     if not plan.service.num_remote_workers:
-        raise plan.refused("gpus", repr(NO_DEVICE), "a device, or --num-remote-workers that come from elsewhere")
+        raise plan.refused("gpus", repr(NO_DEVICE), "a device, or of 'dbench serve' also --num-remote-workers")
     plan = plan.normalised("gpus", NO_DEVICE)
     if plan.engine.dtype == "auto":
         return plan.auto("dtype", "float32", "the devices of remote workers are not known; bfloat16 suits GPUs")

@@ -64,6 +64,10 @@ class UnmaskingRule:
     """Every step fixes as many rows as the parameter says, or all that are left: the host can count them unseen."""
 
 
+MAX_OPEN_PARAMETER = 1e6
+"""Of a parameter whose meaning sets no limit: far beyond the value that fixes every row, far below where the runner's
+float32 overflows and takes the batch along."""
+
 UNMASKING_RULES: dict[str, UnmaskingRule] = {
     rule.name: rule
     for rule in (
@@ -92,6 +96,7 @@ UNMASKING_RULES: dict[str, UnmaskingRule] = {
                 float,
                 "conf_dynamic: fix the n surest positions while the n-th is at least 1 - factor/(n+1) sure.",
                 above=0,
+                maximum=MAX_OPEN_PARAMETER,
             ),
             Measure.CONFIDENCE,
         ),
@@ -99,7 +104,11 @@ UNMASKING_RULES: dict[str, UnmaskingRule] = {
         UnmaskingRule(
             "entropy",
             RuleParameter(
-                "entropy_threshold", float, "entropy: fix every position of at most this entropy, in nats.", minimum=0
+                "entropy_threshold",
+                float,
+                "entropy: fix every position of at most this entropy, in nats.",
+                minimum=0,
+                maximum=MAX_OPEN_PARAMETER,
             ),
             Measure.ENTROPY,
         ),

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from difflib import get_close_matches
 
-from dbench.errors import OptionError
+from dbench.errors import OptionError, near_name
 from dbench.options import Option
 
 LIST_SEPARATOR = ";"
@@ -81,10 +80,18 @@ def default_text(option: Option) -> str:
     return show(option.default)
 
 
-def nearest(got: str, known: Iterable[str]) -> str:
-    """'; did you mean ...?' with the nearest known name, or nothing."""
-    near = get_close_matches(got, sorted(known), n=1)
-    return f"; did you mean {near[0]}?" if near else ""
+def nearest(got: str, known: Iterable[str], prefix: str = "") -> str:
+    """'; did you mean ...?' with the known name that was probably meant, or nothing.
+
+    `prefix` is what all of them begin with; sharing it makes no two names alike.
+    """
+    near = near_name(got.removeprefix(prefix), (name.removeprefix(prefix) for name in known))
+    return f"; did you mean {prefix}{near}?" if near else ""
+
+
+def counted(number: int, one: str, many: str | None = None) -> str:
+    """'1 token', '2 tokens'; `many` for a plural that is more than an s."""
+    return f"{number} {one if number == 1 else many or one + 's'}"
 
 
 def _items(text: str) -> list[str]:

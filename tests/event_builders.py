@@ -21,6 +21,7 @@ from dbench.events import (
     SchedulerDepth,
     ServerEnded,
     ServerStarted,
+    WorkerLeft,
     WorkerLost,
     WorkerState,
     WorkerUp,
@@ -198,6 +199,10 @@ def worker_up(at: float = -5.0, worker_id: int = 0) -> WorkerUp:
 
 def worker_lost(at: float, worker_id: int = 0) -> WorkerLost:
     return WorkerLost(START_S + at, "scheduler", worker_id, "its stream ended")
+
+
+def worker_left(at: float, worker_id: int = 0) -> WorkerLeft:
+    return WorkerLeft(START_S + at, "scheduler", worker_id)
 
 
 def simple_requests(latencies: Iterable[float | None], gap: float = 1.0) -> list[Event]:

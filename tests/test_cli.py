@@ -70,7 +70,9 @@ def test_hidden_options_of_the_search_are_those_that_it_refuses() -> None:
 
 
 @pytest.mark.parametrize("command", ["run", "search-capacity"])
-@pytest.mark.parametrize("name", ["scheduler_port", "metrics_output_dir", "export_partial_metrics"])
+@pytest.mark.parametrize(
+    "name", ["scheduler_port", "metrics_output_dir", "export_partial_metrics", "num_remote_workers"]
+)
 def test_serve_only_option_is_refused_by_name_where_dbench_starts_the_server(
     command: str, name: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -129,6 +131,8 @@ def test_help_imports_nothing_heavy(arguments: list[str]) -> None:
     [
         (["run", "--qsp", "2"], "dbench run has no option --qsp; did you mean --qps? (see dbench run --help)"),
         (["run", "--no-shufle"], "dbench run has no option --no-shufle; did you mean --no-shuffle?"),
+        (["run", "--bogus"], "dbench run has no option --bogus (see dbench run --help)"),
+        (["serve", "--port", "1"], "dbench serve has no option --port (see dbench serve --help)"),
         (["serve", "--qps", "2"], "dbench serve has no option --qps; it belongs to run, search-capacity"),
         (["rnu"], "No such command 'rnu'. Did you mean 'run'?"),
         (["trace", "shwo"], "No such command 'shwo'. Did you mean 'show'?"),
@@ -155,6 +159,12 @@ def test_help_imports_nothing_heavy(arguments: list[str]) -> None:
         (["search-capacity", "--sla", "request_e2e_tim:p90<=8s"], "request_e2e_time"),
         (["serve", "embedded", "--model", "embedded"], "--model: given twice"),
         (["serve", "--host", "0.0.0.0"], "--host: got '0.0.0.0', wanted a loopback address"),
+        (["serve", "--num-remote-workers", "2"], "--num-remote-workers: got 2, wanted 0, or a --worker-key"),
+        (["serve", "--gpus", "none"], "--gpus: got 'none', wanted a device, or of 'dbench serve' also --num-remote"),
+        (["run", "--gpus", "none"], "--gpus: got 'none', wanted a device"),
+        (["worker"], "--worker-key: not given; set DBENCH_WORKER_KEY to the key"),
+        (["worker", "--worker-key", "k", "--scheduler", "node-1"], "--scheduler: got 'node-1', wanted HOST:PORT"),
+        (["worker", "--worker-key", "k", "--gpu", "x"], "--gpu: got 'x', wanted 'cpu' or the number of a CUDA device"),
         (["submit"], "give one prompt, as --prompt TEXT, --chat TEXT or --prompt-ids 1,2,3"),
         (
             ["submit", "--prompt", "a", "--prompt-ids", "1"],

@@ -152,6 +152,7 @@ def test_all_at_once_is_an_infinite_rate() -> None:
     ("text", "message"),
     [
         ("qpss: 1\n", r"line 1: qpss: unknown option; did you mean qps\?"),
+        ("bogus: 1\n", "line 1: bogus: unknown option; --help lists the known ones"),
         ("num_requests: 3\nqps: fast\n", r"line 2: qps: got 'fast', wanted a number above 0"),
         ("num_requests: true\n", "line 1: num_requests: got true, wanted a whole number at least 1"),
         ("num_requests: 2.0\n", "line 1: num_requests: got 2.0, wanted a whole number"),
@@ -199,6 +200,7 @@ def test_unknown_variable_is_reported_with_the_nearest_name() -> None:
     assert unknown_variables({"DBENCH_QPSS": "3", "DBENCH_QPS": "2", "DBENCH_GEN_LENGTH": "1", "PATH": "/bin"}) == [
         "environment variable DBENCH_QPSS belongs to no option; did you mean DBENCH_QPS?"
     ]
+    assert unknown_variables({"DBENCH_BOGUS": "3"}) == ["environment variable DBENCH_BOGUS belongs to no option"]
 
 
 def test_variable_of_another_command_is_passed_over() -> None:

@@ -6,7 +6,7 @@ import math
 from itertools import pairwise
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from dbench.console.axis import axis
@@ -205,6 +205,7 @@ def test_an_axis_needs_a_rate() -> None:
     assert [line.plain for line in axis(empty, 60, UNICODE)] == ["", ""]
 
 
+@example(rates=[1.0], width=16, bracket=(1334.1875, 1.0001))  # no multiple of 0.5 lies in the range that is shown
 @given(
     rates=st.lists(st.floats(1e-3, 1e4), min_size=1, max_size=12),
     width=st.integers(16, 200),

@@ -92,11 +92,29 @@ def test_workers_without_room_are_counted_by_state() -> None:
     assert f"{31 - shown} more: {30 - shown} busy, 1 lost" in text
 
 
+def test_a_worker_that_was_lost_and_came_back_shows_how_often() -> None:
+    calm = lines(serve())
+    assert not any(" lost" in line for line in calm)
+    back = lines(serve(workers=(worker(num_losses=2), worker(worker_id=1, device="cpu on b", state="awaited"))))
+    assert any(line.rstrip(" │").endswith("lost") for line in back)
+    assert next(line for line in back if "cuda:0" in line).rstrip(" │").endswith("2 x")
+    assert "awaited" in next(line for line in back if "cpu on b" in line)
+
+
 def test_equal_errors_in_a_row_are_one_line_with_a_count() -> None:
     text = view_text(serve(recent_errors=("lost worker 1", "bad block", "bad block")))
     assert text.count("bad block") == 1
     assert "bad block (x2)" in text
     assert text.index("lost worker 1") < text.index("bad block")
+
+
+def test_a_line_says_who_is_away_and_how_often_workers_were_lost() -> None:
+    away = worker(state="starting", num_losses=1)
+    back = worker(worker_id=1, num_losses=2)
+    texts = [state_line(serve(workers=workers), RATES, ASCII) for workers in ((away,), (away, back), (worker(),))]
+    assert texts[0].endswith(", 1 worker lost")
+    assert texts[1].endswith(", 1 worker lost, 3 losses of workers so far")
+    assert "los" not in texts[2]
 
 
 def test_run_shows_progress_load_latency_and_lag() -> None:
@@ -257,5 +275,5 @@ def test_any_name_keeps_the_frame_whole(name: str, width: int) -> None:
 
 
 def test_every_state_that_a_worker_can_show_has_its_style() -> None:
-    of_phases = {phase.value for phase in WorkerPhase} - {"ready", "awaited"}  # shown as what it does, as starting
+    of_phases = {phase.value for phase in WorkerPhase} - {"ready"}  # shown as what it does
     assert set(STATE_STYLES) == {*of_phases, "idle", "queued", "busy"}

@@ -252,3 +252,17 @@ def test_a_longer_canvas_is_warned_of(length: str, warns: bool, caplog: pytest.L
         "answers on longer canvases may be poor"
     )
     assert [record.getMessage() for record in caplog.records] == [line] * warns
+
+
+def test_a_server_whose_workers_all_come_from_elsewhere_is_sized_by_its_own_memory_for_one() -> None:
+    remote: dict[str, Any] = {"gpus": "none", "num_remote_workers": 2, "worker_key": "sesame", "free": 4 * GIB}
+    assert resolved(**remote).value("kv_max_pages") == resolved(gpus="cpu", free=4 * GIB).value("kv_max_pages")
+    assert resolved(**remote).value("dtype") == "float32"
+    assert resolved(**remote, dtype="float16").value("dtype") == "float16"
+
+
+def test_workers_from_elsewhere_need_a_key() -> None:
+    assert refusal(num_remote_workers=1) == (
+        "--num-remote-workers: got 1, wanted 0, or a --worker-key with which they join "
+        "(better as the variable DBENCH_WORKER_KEY)"
+    )

@@ -7,6 +7,7 @@ from dataclasses import astuple
 
 import pytest
 
+from dbench.measure.intervals import Absence
 from dbench.measure.summary import lag_limit, summarize
 from tests.event_builders import (
     block,
@@ -17,6 +18,7 @@ from tests.event_builders import (
     sent,
     simple_requests,
     started,
+    worker_lost,
     worker_up,
 )
 
@@ -95,3 +97,19 @@ def test_used_workers_are_those_that_decoded() -> None:
 @pytest.mark.parametrize("qps", [0.0, math.inf])
 def test_closed_loop_and_all_at_once_keep_their_marks(qps: float) -> None:
     assert summarize(run_of(started(1, qps), sent("a"), done("a"))).offered_qps == qps
+
+
+def test_workers_that_were_lost_are_told_with_the_times_of_their_absence() -> None:
+    away = [worker_lost(2.0), worker_lost(3.0, 1), worker_up(4.5, 1)]
+    summary = summarize(run_of(worker_up(), worker_up(worker_id=1), *simple_requests([1.0] * 5), *away))
+    assert summary.workers_lost == (
+        Absence(0, "its stream ended", 2.0, None),
+        Absence(1, "its stream ended", 3.0, 4.5),
+    )
+
+
+def test_an_absence_that_was_over_before_the_run_is_none_of_its_business() -> None:
+    before = [worker_up(-9.0), worker_lost(-3.0), worker_up(-1.0)]
+    reaching_into_it = [worker_up(-9.0, 1), worker_lost(-3.0, 1), worker_up(0.5, 1)]
+    summary = summarize(run_of(*before, *reaching_into_it, *simple_requests([1.0])))
+    assert [(absence.worker_id, absence.end_time) for absence in summary.workers_lost] == [(1, 0.5)]

@@ -12,6 +12,9 @@ from dbench.serve.proto import dbench_pb2 as pb
 from dbench.serve.sequence import SamplingParameters, derive_request_seed
 from dbench.unmasking_rules import DEFAULT_RULE, RULE_PARAMETERS, UNMASKING_RULES, RuleParameter
 
+BEYOND_FLOAT32 = 1e39
+"""The runner keeps parameters in float32: a value that does not fit would fail the whole batch."""
+
 OWN_FIELDS = {"unmasking_strategy", "temperature"}
 IN_RANGE: dict[str, float | int] = {
     "confidence_threshold": 0.5,
@@ -96,7 +99,9 @@ def test_a_foreign_parameter_is_a_fault_that_names_it(strategy: str, foreign: st
         ("fixed_unmask_quota", 0),
         ("dynamic_unmask_factor", 0.0),
         ("dynamic_unmask_factor", math.inf),
+        ("dynamic_unmask_factor", BEYOND_FLOAT32),
         ("entropy_threshold", -0.1),
+        ("entropy_threshold", BEYOND_FLOAT32),
         ("margin_threshold", -0.1),
         ("margin_threshold", 1.1),
         *((name, math.nan) for name in RULE_PARAMETERS),
@@ -113,8 +118,8 @@ def test_ranges_read_as_words() -> None:
     assert texts == {
         "confidence_threshold": "above 0 and at most 1",
         "fixed_unmask_quota": "at least 1",
-        "dynamic_unmask_factor": "above 0",
-        "entropy_threshold": "at least 0",
+        "dynamic_unmask_factor": "above 0 and at most 1e+06",
+        "entropy_threshold": "at least 0 and at most 1e+06",
         "margin_threshold": "at least 0 and at most 1",
     }
 

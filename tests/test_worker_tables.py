@@ -17,6 +17,7 @@ from tests.event_builders import (
     simple_requests,
     started,
     state,
+    worker_left,
     worker_lost,
     worker_up,
 )
@@ -112,6 +113,13 @@ def test_a_lost_worker_is_lost_until_it_is_up_again() -> None:
     timeline = worker_timeline(run)
     assert list(timeline["state"]) == ["idle", "busy", "lost", "idle", "busy"]
     assert list(timeline["queue_depth_active"]) == [0, 1, 0, 0, 1]
+
+
+def test_a_worker_that_left_has_ended_and_has_no_part_in_the_busy_time() -> None:
+    run = run_of(*simple_requests([10.0]), worker_up(), state(1.0, "busy", active=1, pages_used=5), worker_left(3.0))
+    timeline = worker_timeline(run)
+    assert list(timeline["state"]) == ["idle", "busy", "ended"]
+    assert list(timeline["queue_depth_active"]) == [0, 1, 0]
 
 
 def test_workers_keep_their_batches_apart() -> None:

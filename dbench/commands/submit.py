@@ -19,6 +19,7 @@ from dbench.serve.families import find_tokenizer
 from dbench.serve.sequence import Status
 from dbench.serve.tokenizer import Tokenizer, load_tokenizer
 from dbench.serve.wire import FinishedBlock, ServerStatus, Submission
+from dbench.values import counted
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
@@ -63,7 +64,7 @@ async def _submit(resolved: Resolved, *, as_json: bool) -> int:
     if as_json:
         print_json(_record(result, tokenizer))
     else:
-        _print(result, tokenizer, printer)
+        print_result(result, tokenizer, printer)
     return EXIT_OK if result.status == Status.COMPLETED else EXIT_FAILED
 
 
@@ -138,14 +139,15 @@ def _record(result: SubmitResult, tokenizer: Tokenizer | None) -> dict[str, obje
     }
 
 
-def _print(result: SubmitResult, tokenizer: Tokenizer | None, printer: BlockPrinter | None) -> None:
+def print_result(result: SubmitResult, tokenizer: Tokenizer | None, printer: BlockPrinter | None) -> None:
     """The answer on stdout, how it went on stderr."""
     ids = result.token_ids
     if printer is not None:
         printer.finish()
     elif ids:
         print(" ".join(map(str, ids)) if tokenizer is None else _printable(tokenizer.decode(ids)))
-    how = f"{len(ids)} tokens, {result.num_forward_passes} forward passes, {result.latency_s:.3f} s"
+    passes = counted(result.num_forward_passes, "forward pass", "forward passes")
+    how = f"{counted(len(ids), 'token')}, {passes}, {result.latency_s:.3f} s"
     print(f"{result.status}: {result.error or how} (request {result.request_id})", file=sys.stderr)
 
 

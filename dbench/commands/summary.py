@@ -6,14 +6,17 @@ import math
 import shutil
 import sys
 import textwrap
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
 from dbench.commands.common import print_json
 from dbench.errors import RunError
+from dbench.measure.intervals import Absence
 from dbench.measure.summary import OPEN
 from dbench.metrics import Distribution, RunSummary, load_run, summarize
 from dbench.report import write_report
+from dbench.values import counted
 
 TITLE_WIDTH = 12
 SHORTEST_LINE = 20
@@ -61,6 +64,7 @@ def summary_lines(summary: RunSummary, folder: Path, width: int | None = None) -
         ("tokens", _tokens(summary)),
         ("answers", _answers(summary)),
         ("send lag", _distribution(summary.lag)),
+        *(("workers", text) for text in _workers_lost(summary)),
         ("load", "; ".join(part for part in (summary.arrivals, summary.lengths, *_changes(summary)) if part)),
         ("rule", _rule(summary)),
         *(("note", note) for note in summary.notes),
@@ -93,8 +97,23 @@ def _requests(summary: RunSummary) -> str:
     if summary.num_unfinished:
         text += f", {summary.num_unfinished} without an end"
     if summary.num_block_retries:
-        text += f", {summary.num_block_retries} blocks tried again"
+        text += f", {counted(summary.num_block_retries, 'block')} tried again"
     return text
+
+
+def _workers_lost(summary: RunSummary) -> list[str]:
+    """A line for each worker that was away: how often, when first and why, and when it was back for good."""
+    by_worker: dict[int, list[Absence]] = {}
+    for absence in summary.workers_lost:
+        by_worker.setdefault(absence.worker_id, []).append(absence)
+    return [_absences(own) for _, own in sorted(by_worker.items())]
+
+
+def _absences(own: Sequence[Absence]) -> str:
+    first, last = own[0], own[-1]
+    times = "was lost" if len(own) == 1 else f"was lost {len(own)} times, first"
+    back = "not back by the end" if last.end_time is None else f"back at {last.end_time:.1f}{TIE}s"
+    return f"worker {first.worker_id} {times} at {first.start_time:.1f}{TIE}s: {first.reason}; {back}"
 
 
 def _distribution(seconds: Distribution | None) -> str:

@@ -19,7 +19,8 @@ def worker_command(invocation: Invocation) -> int:
     view = open_view(resolved)
     config = worker_config(resolved)
     for line in resolved.lines():
-        view.print(f"{line.name} = {line.value_text} ({line.origin})")
+        if line.name not in invocation.command.hidden:
+            view.print(f"{line.name} = {line.value_text} ({line.origin})")
     return RemoteWorker(config, lambda worker_id: _announce(config.scheduler, worker_id)).run()
 
 
@@ -28,6 +29,9 @@ def worker_config(resolved: Resolved) -> RemoteWorkerConfig:
     options = resolved.section(WorkerOptions)
     if options.worker_key is None:
         raise OptionError("--worker-key: not given; set DBENCH_WORKER_KEY to the key that the server was started with")
+    host, _, port = options.scheduler.rpartition(":")
+    if not (host and port.isdecimal()):
+        raise OptionError(f"{resolved.place('scheduler')}: got {options.scheduler!r}, wanted HOST:PORT")
     if options.gpu != CPU and not options.gpu.isdecimal():
         raise OptionError(f"{resolved.place('gpu')}: got {options.gpu!r}, wanted 'cpu' or the number of a CUDA device")
     return RemoteWorkerConfig(

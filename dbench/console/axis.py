@@ -163,7 +163,10 @@ def _ticks(scale: _Range) -> list[tuple[float, str]]:
         return [(v, f"{v:,.6g}") for v in values]
     wanted = (scale.high - scale.low) / max(2, scale.width // 12)
     power = 10.0 ** math.floor(math.log10(wanted))
-    step = next(m * power for m in (1, 2, 5, 10) if m * power >= wanted)
+    steps = [m * power for m in (1, 2, 5, 10)]
+    step = min(s for s in steps if s >= wanted)
+    if math.ceil(scale.low / step) > math.floor(scale.high / step):  # step can be 1.25 times the range
+        step = max(s for s in steps if s < wanted)
     digits = max(0, -math.floor(math.log10(step) + 1e-9))
     values = [n * step for n in range(math.ceil(scale.low / step), math.floor(scale.high / step) + 1)]
     return [(v, f"{v:,.{digits}f}") for v in values]

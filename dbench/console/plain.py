@@ -25,6 +25,7 @@ from dbench.progress import (
     Verdict,
     WorkerProgress,
 )
+from dbench.values import counted
 
 INTERVAL_S = 5.0
 ERROR_INTERVAL_S = 1.0
@@ -203,8 +204,8 @@ def _losses_text(workers: Sequence[WorkerProgress]) -> str:
     """Who is away, and who came back."""
     losses = sum(w.num_losses for w in workers)
     away = sum(w.state == "lost" or (w.num_losses > 0 and w.state in ("starting", "awaited")) for w in workers)
-    text = f", {away} workers lost" if away else ""
-    return text + (f", {losses} losses of workers so far" if losses > away else "")
+    text = f", {counted(away, 'worker')} lost" if away else ""
+    return text + (f", {counted(losses, 'loss', 'losses')} of workers so far" if losses > away else "")
 
 
 def _stage(progress: Progress) -> object:

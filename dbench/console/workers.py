@@ -87,7 +87,7 @@ def _columns(page: Page, *, with_losses: bool) -> list[Column]:
     columns = [
         Column("id", right=True),
         Column("device", rank=5, min_width=8),
-        Column("state", min_width=6),
+        Column("state", min_width=10),
         Column("waiting", rank=1, right=True),
         Column("active", right=True),
         Column("tokens/s", rank=2, right=True),

@@ -239,10 +239,11 @@ def _read(path: Path, wanted: Sequence[str]) -> Iterator[tuple[str, Cells]]:
 
 
 def _places(path: Path, header: list[str], wanted: Sequence[str]) -> list[int]:
+    if not any(header):
+        raise TraceError(f"{path}: no header in line 1, wanted a CSV file that begins with {','.join(wanted)}")
     missing = [column for column in wanted if column not in header]
     if missing:
-        got = ",".join(header) or "an empty file"
-        raise TraceError(f"{path} line 1: no column {', '.join(missing)}, got {got}; wanted {','.join(wanted)}")
+        raise TraceError(f"{path} line 1: no column {', '.join(missing)}, got {','.join(header)}")
     ignored = [column for column in header if column not in wanted]
     if ignored:
         log.info("%s: columns not used: %s", path, ", ".join(ignored))

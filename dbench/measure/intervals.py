@@ -6,6 +6,8 @@ after its last one nothing changes.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
@@ -23,6 +25,32 @@ _DEPTHS = (
     "pages_total",
     "deficit_tokens",
 )
+
+
+@dataclass(frozen=True, slots=True)
+class Absence:
+    """A worker whose stream ended before it was asked to."""
+
+    worker_id: int
+    reason: str
+    start_time: float
+    end_time: float | None
+    """When it was up again; None if it was not by the end of the file."""
+
+
+def absences(log: EventLog, window: Window) -> tuple[Absence, ...]:
+    """The losses of workers in order of time, but for those that were over before the window began."""
+    events = sorted((*log.of(WorkerUp), *log.of(WorkerLost)), key=lambda event: event.at_s)
+    found: list[Absence] = []
+    for number, event in enumerate(events):
+        if not isinstance(event, WorkerLost):
+            continue
+        back = (e.at_s for e in events[number:] if isinstance(e, WorkerUp) and e.worker_id == event.worker_id)
+        back_s = next(back, None)
+        if back_s is None or back_s > window.start_s:
+            end = None if back_s is None else back_s - window.start_s
+            found.append(Absence(event.worker_id, event.reason, event.at_s - window.start_s, end))
+    return tuple(found)
 
 
 def worker_intervals(log: EventLog, window: Window) -> pd.DataFrame:

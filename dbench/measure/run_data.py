@@ -44,7 +44,7 @@ from dbench.events import (
 )
 from dbench.measure.blocks import DONE, StepTimes, block_frame, block_sums, step_times
 from dbench.measure.event_log import EventLog, Window, collector_paused
-from dbench.measure.intervals import batch_frame, scheduler_intervals, worker_intervals
+from dbench.measure.intervals import Absence, absences, batch_frame, scheduler_intervals, worker_intervals
 from dbench.metric_names import REQUEST_METRICS
 
 MEASURED = "measured"
@@ -76,6 +76,7 @@ class RunData:
     steps: StepTimes
     workers: tuple[int, ...]
     """Every worker that any event names."""
+    absences: tuple[Absence, ...]
     worker_intervals: pd.DataFrame
     scheduler_intervals: pd.DataFrame
     batches: pd.DataFrame
@@ -164,6 +165,7 @@ def run_data(run_dir: Path, log: EventLog) -> RunData:
         blocks=blocks,
         steps=steps,
         workers=_workers(log),
+        absences=absences(log, window),
         worker_intervals=worker_intervals(log, window),
         scheduler_intervals=scheduler_intervals(log, window),
         batches=batch_frame(log, window),

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import pandas as pd
 
+from dbench.measure.intervals import Absence
 from dbench.measure.run_data import COMPLETED, UNFINISHED, RunData
 from dbench.quantiles import quantile, quantiles
 
@@ -93,6 +94,8 @@ class RunSummary:
     workers: tuple[int, ...]
     workers_used: tuple[int, ...]
     """Workers that decoded a block of a measured request."""
+    workers_lost: tuple[Absence, ...]
+    """Times count from the first intended send."""
     seed: int | None
     arrivals: str
     lengths: str
@@ -152,6 +155,7 @@ def summarize(data: RunData) -> RunSummary:
         num_block_retries=int(requests["num_block_retries"].sum()),
         workers=data.workers,
         workers_used=tuple(sorted(set(used.tolist()))),
+        workers_lost=data.absences,
         seed=load.seed if load else None,
         arrivals=load.arrivals if load else "",
         lengths=load.lengths if load else "",

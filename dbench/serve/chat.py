@@ -72,12 +72,22 @@ def read_chat_template(directory: Path) -> ChatTemplate | None:
             raise ModelError(f"{own_file}: cannot be read: {one_line(error)}") from error
     source = config.get(TEMPLATE_KEY)
     if isinstance(source, list):  # several templates by name
-        source = next((entry.get("template") for entry in source if entry.get("name") == "default"), None)
+        source = _default_of(path, source)
     if source is None:
         return None
     if not isinstance(source, str):
         raise ModelError(f"{path}: {TEMPLATE_KEY} is a {type(source).__name__}, wanted text")
     return ChatTemplate(path, source, _tokens(config))
+
+
+def _default_of(path: Path, templates: list[Any]) -> Any:
+    """The template named default; None without one."""
+    for entry in templates:
+        if not isinstance(entry, dict):
+            raise ModelError(f"{path}: {TEMPLATE_KEY} lists a {type(entry).__name__}, wanted objects with a name")
+        if entry.get("name") == "default":
+            return entry.get("template")
+    return None
 
 
 def _tokens(config: Mapping[str, Any]) -> dict[str, str]:

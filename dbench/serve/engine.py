@@ -105,23 +105,7 @@ class Engine:
 
         A block that had already ended by itself, but for a span in flight, is reported as it ended.
         """
-        queued = self._queued.pop(key, None)
-        if queued is not None:
-            del self._waiting[bisect_left(self._waiting, queued.order, key=_BY_ORDER)]
-            if not self._waiting:
-                self._deficit = 0
-            self._outstanding_tokens -= queued.task.canvas_length
-            if self._limits.refresh_only:
-                self._transit.transfer.drop(key)
-            self._ended.append(BlockEnd.without_steps(key, BlockOutcome.CANCELLED))
-        elif key in self._running_slots:
-            sequence = self._running[self._running_slots[key]]
-            if sequence.outcome is None:
-                sequence.outcome = BlockOutcome.CANCELLED
-            self._settle(sequence)
-        elif self._transit.drop(key):
-            self._ended.append(BlockEnd.without_steps(key, BlockOutcome.CANCELLED))
-        self._note_state()
+        self._end_early(BlockEnd.without_steps(key, BlockOutcome.CANCELLED))
 
     def reserve(self, task: BlockTask, sender_id: int, epoch: int) -> None:
         """Take pages for a block that another worker refreshes; a later StepReport says so, or holds its end."""
@@ -144,11 +128,9 @@ class Engine:
         self._note_state()
 
     def transfer_failed(self, key: BlockKey, reason: str) -> None:
-        """The KV of a block cannot be sent, or does not come; a later StepReport holds its end."""
-        if self._transit.drop(key):
-            error = f"block {key.block_index}: {reason}"
-            self._ended.append(BlockEnd.without_steps(key, BlockOutcome.FAILED, error, Fault.TRANSFER))
-        self._note_state()
+        """The KV of a block cannot be sent, even if its refresh has yet to end, or does not come."""
+        error = f"block {key.block_index}: {reason}"
+        self._end_early(BlockEnd.without_steps(key, BlockOutcome.FAILED, error, Fault.TRANSFER))
 
     def step(self) -> StepReport | None:
         """One iteration of the driver; None when idle, after the pages were found complete, and when nothing can go on
@@ -306,6 +288,26 @@ class Engine:
             self._transit.transfer.drop(sequence.task.key)
         self._pages.give(sequence.pages)
         self._ended.append(sequence.block_end(self._eos_token_ids))
+
+    def _end_early(self, end: BlockEnd) -> None:
+        """End a block wherever it is, with this report unless it has steps of its own; nothing for an unknown key."""
+        key = end.key
+        queued = self._queued.pop(key, None)
+        if queued is not None:
+            del self._waiting[bisect_left(self._waiting, queued.order, key=_BY_ORDER)]
+            if not self._waiting:
+                self._deficit = 0
+            self._outstanding_tokens -= queued.task.canvas_length
+            if self._limits.refresh_only:
+                self._transit.transfer.drop(key)
+            self._ended.append(end)
+        elif key in self._running_slots:
+            sequence = self._running[self._running_slots[key]]
+            sequence.end_early(end)
+            self._settle(sequence)
+        elif self._transit.drop(key):
+            self._ended.append(end)
+        self._note_state()
 
     def _keep(self, sequence: Sequence) -> None:
         """A refreshed block leaves its slot, and waits with its pages for its KV to be sent."""

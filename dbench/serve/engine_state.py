@@ -184,6 +184,11 @@ class Sequence:
             self.fault = fault
             self.error = f"block {self.task.key.block_index}, step {step}: {reason}"
 
+    def end_early(self, end: BlockEnd) -> None:
+        """Ends the block as this report says, unless it has ended already."""
+        if self.outcome is None:
+            self.outcome, self.error, self.fault = end.outcome, end.error, end.fault
+
     def land(self, got: SpanResult, interval: Interval) -> None:
         """Take in one step that was not void. What follows a failed step is dropped."""
         if self.outcome is BlockOutcome.FAILED:

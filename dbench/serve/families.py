@@ -5,6 +5,7 @@ A new family is one entry of FAMILIES. Sizes always come from the checkpoint's o
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -314,7 +315,7 @@ class _Reader:
 
     def number(self, key: str) -> float:
         value = self.values[key]
-        if not isinstance(value, int | float) or isinstance(value, bool) or not value > 0:
+        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
             raise ModelError(f"{self.path}: {key} is {value!r}, wanted a positive number")
         return float(value)
 

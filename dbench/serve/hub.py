@@ -24,6 +24,7 @@ from dbench.serve.sequence import Status
 from dbench.serve.tracking import TrackedRequest
 from dbench.serve.wire import EventLines, PollState, Submission, WorkerStatus
 from dbench.serve.wire_link import Command, EngineProgress, Hello, Ready
+from dbench.values import counted
 
 MAX_RECENT_ERRORS = 5
 
@@ -316,11 +317,11 @@ class Hub:
                     logger.error("request %s ended as ERROR: %s", event.request_id, event.error)
                 elif self._log_requests:
                     logger.info(
-                        "request %s %s: %d tokens, %d forward passes",
+                        "request %s %s: %s, %s",
                         event.request_id,
                         event.status,
-                        event.num_gen_tokens,
-                        event.num_forward_passes,
+                        counted(event.num_gen_tokens, "token"),
+                        counted(event.num_forward_passes, "forward pass", "forward passes"),
                     )
 
 

@@ -10,6 +10,7 @@ import logging
 import os
 import signal
 import socket
+import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -18,7 +19,16 @@ from dataclasses import dataclass, field, replace
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from dbench.errors import EXIT_INTERRUPTED, EXIT_OK, DbenchError, ModelError, OptionError, ServerUnavailable, one_line
+from dbench.errors import (
+    EXIT_FAILED,
+    EXIT_INTERRUPTED,
+    EXIT_OK,
+    DbenchError,
+    ModelError,
+    OptionError,
+    ServerUnavailable,
+    one_line,
+)
 from dbench.options import EngineOptions
 from dbench.serve.deployment import Deployment, deployment_of
 from dbench.serve.engine import Engine
@@ -86,9 +96,12 @@ class InService:
 class RemoteWorker:
     """`run` is for the main thread; `on_ready` gets the number under which a server knows the worker."""
 
-    def __init__(self, config: RemoteWorkerConfig, on_ready: Callable[[int], None]) -> None:
+    def __init__(
+        self, config: RemoteWorkerConfig, on_ready: Callable[[int], None], hang_timeout_s: float = 60.0
+    ) -> None:
         self._config = config
         self._on_ready = on_ready
+        self._hang_timeout_s = hang_timeout_s
         self._instance = uuid.uuid4().hex
         self._loaded: Loaded | None = None
         self._in_service: WorkerStream | None = None
@@ -134,6 +147,7 @@ class RemoteWorker:
         while True:
             was_ready, reason = self._dial()
             if self._is_leaving:
+                logger.info("%s: the worker has left", config.scheduler)
                 return
             if was_ready:
                 pause_s, alone_since_s = FIRST_PAUSE_S, time.monotonic()
@@ -184,6 +198,8 @@ class RemoteWorker:
         welcome = wait_for_welcome(stream)
         logger.info("%s: taken in as worker %d", self._config.scheduler, welcome.worker_id)
         loaded = self._load(welcome)
+        if not stream.is_open:
+            raise ServerUnavailable("the stream to the scheduler ended while the model was loaded")
         transfer = new_transfer(welcome, loaded.deployment, loaded.runner, stream)
         engine = new_engine(welcome, loaded.deployment, loaded.runner, transfer)
         stream.send(ready(loaded.deployment))
@@ -191,6 +207,8 @@ class RemoteWorker:
 
     def _serve(self, own: InService, stream: WorkerStream) -> None:
         """Until drained. A lost stream leaves the engine empty, so that its runner can serve another."""
+        has_returned = threading.Event()
+        threading.Thread(target=self._end_if_hanging, args=(stream, has_returned), daemon=True).start()
         self._in_service = stream
         try:
             WorkerLoop(own.engine, stream, self._config.drain_timeout_s, own.transfer).run()
@@ -199,6 +217,14 @@ class RemoteWorker:
             raise
         finally:
             self._in_service = None
+            has_returned.set()
+
+    def _end_if_hanging(self, stream: WorkerStream, has_returned: threading.Event) -> None:
+        """End the process when its device hangs: nobody else could, and it would keep the device for ever."""
+        stream.wait_until_ended()
+        if not has_returned.wait(self._hang_timeout_s):
+            logger.error("the device has not answered for %g s since the stream ended", self._hang_timeout_s)
+            os._exit(EXIT_FAILED)
 
     def _load(self, welcome: Welcome) -> Loaded:
         if self._loaded is not None and self._loaded.suits(welcome):

@@ -48,7 +48,7 @@ REPLY_GRACE_S = 2.0
 PROGRESS_PERIOD_S = 0.5
 LOOK_PERIOD_S = 1.0
 """Between looks for workers that hang."""
-WAITING = "waiting for %d workers of other hosts; there: dbench worker --scheduler %s --gpu 0"
+WAITING = "waiting for %d workers of other hosts; there: dbench worker --scheduler %s"
 TABLES_TIMEOUT_S = 60.0
 """For tables of an export that are being written when the server ends."""
 
@@ -223,6 +223,7 @@ async def _all_ready(hub: Hub, local: LocalWorkers, stop: Stop, timeout_s: float
     try:
         await asyncio.wait(waits, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
         if stopped.done():
+            logger.info("the server was stopped while it was starting")
             return False
         if ended.done():
             worker = ended.result()

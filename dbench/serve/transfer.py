@@ -115,7 +115,9 @@ class Transfer:
 
     def finish(self, slot: int, refreshed: Refreshed) -> None:
         with self._lock:
-            block = self._by_slot.pop(slot)
+            block = self._by_slot.pop(slot, None)
+            if block is None:  # its link has failed, and the engine is about to hear of it
+                return
             block.refreshed = refreshed
             if block.link is not None:
                 block.link.jobs.put(Finished(block))
@@ -134,10 +136,9 @@ class Transfer:
     def drop(self, key: BlockKey) -> None:
         self._forget_incoming(key)
         with self._lock:
-            block = self._outgoing.pop(key, None)
+            block = self._forget_outgoing(key)
             if block is None:
                 return
-            self._by_slot = {slot: other for slot, other in self._by_slot.items() if other is not block}
             link = block.link
         with block.io:
             block.is_dropped = True
@@ -168,7 +169,7 @@ class Transfer:
     def sent(self, block: Outgoing) -> None:
         """Its END is out: nothing of it is needed here any more."""
         with self._lock:
-            is_known = self._outgoing.pop(block.key, None) is not None
+            is_known = self._forget_outgoing(block.key) is not None
         if is_known:
             self._tell(KvSent(block.key))
 
@@ -190,7 +191,7 @@ class Transfer:
         with self._lock:
             keys = [block.key for block in self._outgoing.values() if block.link is link]
             for key in keys:
-                del self._outgoing[key]
+                self._forget_outgoing(key)
         for key in keys:
             self._tell(KvFailed(key, reason))
 
@@ -202,6 +203,12 @@ class Transfer:
         for key in keys:
             if self._forget_incoming(key):
                 self._tell(KvFailed(key, reason))
+
+    def _forget_outgoing(self, key: BlockKey) -> Outgoing | None:
+        """The lock must be held."""
+        block = self._outgoing.pop(key, None)
+        self._by_slot = {slot: other for slot, other in self._by_slot.items() if other is not block}
+        return block
 
     def _forget_incoming(self, key: BlockKey) -> bool:
         """When this returns, no page of it is written any more."""

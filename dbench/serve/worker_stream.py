@@ -122,6 +122,15 @@ class WorkerStream:
         self._channel: grpc.Channel | None = None
         self._reader = threading.Thread(target=self._read, name="stream-reader", daemon=True)
 
+    @property
+    def is_open(self) -> bool:
+        """Between `start` and its end from either side, of which StreamEnded tells."""
+        return self._reader.is_alive()
+
+    def wait_until_ended(self) -> None:
+        """From any thread, after `start`."""
+        self._reader.join()
+
     def start(self) -> None:
         """Dial the scheduler; what comes of it is in the inbox."""
         self._channel = grpc.insecure_channel(self._address, options=CHANNEL_OPTIONS)

@@ -10,8 +10,10 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import IO
 
 import psutil
+import pytest
 
 from dbench.event_file import read_events
 from dbench.events import ServerEnded, ServerStarted
@@ -44,6 +46,21 @@ def serving(folder: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
         process.kill()
         process.wait()
         process.stdout.close()
+
+
+def starting(folder: Path, said: IO[str]) -> subprocess.Popen[str]:
+    """`dbench serve` whose workers have processes and are not ready; its standard error goes to `said`."""
+    options = ("--gpus", "cpu,cpu", "--scheduler-port", "0", "--log-level", "debug")
+    process = subprocess.Popen(
+        (sys.executable, "-m", "dbench", "serve", "embedded", *options, "--metrics-output-dir", str(folder)),
+        env=ENVIRONMENT,
+        stdout=subprocess.PIPE,
+        stderr=said,
+        text=True,
+        start_new_session=True,
+    )
+    wait_for(lambda: len(psutil.Process(process.pid).children()) == 2)
+    return process
 
 
 def ended_by_sigterm(process: subprocess.Popen[str]) -> str:
@@ -95,3 +112,23 @@ def test_without_an_export_the_shutdown_writes_the_tables_of_a_server_that_ended
         first, *_, last = read_events(lines)
     assert isinstance(first, ServerStarted)
     assert isinstance(last, ServerEnded)
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 0)])
+def test_a_signal_during_the_start_ends_it_without_talk_of_losses(
+    number: signal.Signals, code: int, tmp_path: Path
+) -> None:
+    with (tmp_path / "said").open("w+") as said:
+        process = starting(tmp_path / "serve", said)
+        family = psutil.Process(process.pid).children()
+        process.send_signal(number)
+        printed, _ = process.communicate(timeout=PATIENCE_S)
+        said.seek(0)
+        lines = said.read().splitlines()
+    assert process.returncode == code
+    assert printed == ""
+    assert all(is_gone(child) for child in family)
+    assert [line for line in lines if "lost" in line or " warning " in line or " error " in line] == []
+    assert [line for line in lines if "stopped while it was starting" in line] != []
+    with (tmp_path / "serve" / "events.jsonl").open(encoding="utf-8") as file:
+        assert [type(event) for event in read_events(file)] == [ServerStarted, ServerEnded]

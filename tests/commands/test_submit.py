@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from dbench.commands.submit import BlockPrinter, given_ids
+from dbench.commands.submit import BlockPrinter, given_ids, print_result
 from dbench.config import resolve
 from dbench.errors import OptionError
 from dbench.models import embedded_directory
 from dbench.options import COMMAND_SECTIONS
+from dbench.serve.client import SubmitResult
 from dbench.serve.tokenizer import load_tokenizer
 from dbench.serve.wire import FinishedBlock
 
@@ -52,3 +53,12 @@ def test_blocks_are_ids_without_a_tokenizer(capsys: pytest.CaptureFixture[str]) 
     printer.block(FinishedBlock(0, (5, 6)))
     printer.finish()
     assert capsys.readouterr().out == "5 6\n"
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "num_passes", "how"), [(1, 1, "1 token, 1 forward pass, "), (2, 3, "2 tokens, 3 forward passes, ")]
+)
+def test_one_is_no_plural(num_tokens: int, num_passes: int, how: str, capsys: pytest.CaptureFixture[str]) -> None:
+    result = SubmitResult("a", "COMPLETED", (7,) * num_tokens, num_passes, "", 0.25, None, None, None)
+    print_result(result, None, None)
+    assert capsys.readouterr().err == f"COMPLETED: {how}0.250 s (request a)\n"

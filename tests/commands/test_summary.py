@@ -23,6 +23,8 @@ from tests.event_builders import (
     server_started,
     simple_requests,
     started,
+    worker_lost,
+    worker_up,
     write_run,
 )
 
@@ -65,6 +67,21 @@ def test_complete_run_shows_latency_rate_tokens_lag_and_rule() -> None:
     assert "generated" in lines["tokens"]
     assert lines["rule"] == "conf_threshold 0.9, temperature 0, end-of-text ids ignored"
     assert lines["note"] == "lengths count another model's tokens"
+
+
+def test_a_worker_that_was_away_has_a_row() -> None:
+    away = [worker_lost(2.0), worker_up(3.0), worker_lost(4.0), worker_up(5.25), worker_lost(6.0, 1)]
+    events = [worker_up(), worker_up(worker_id=1), *simple_requests([1.0] * 5), *away]
+    rows = [line for line in summary_lines(summarize(run_of(*events)), FOLDER) if line.startswith("workers")]
+    assert rows == [
+        "workers     worker 0 was lost 2 times, first at 2.0 s: its stream ended; back at 5.2 s",
+        "workers     worker 1 was lost at 6.0 s: its stream ended; not back by the end",
+    ]
+
+
+def test_a_run_whose_workers_stayed_does_not_speak_of_them() -> None:
+    lines = summary_lines(summarize(run_of(worker_up(), *simple_requests([1.0]))), FOLDER)
+    assert not any(line.startswith("workers") for line in lines)
 
 
 def test_load_row_counts_what_was_done_to_the_lengths() -> None:

@@ -100,8 +100,8 @@ def test_a_file_may_have_more_columns_in_any_order_and_blank_lines(tmp_path: Pat
 @pytest.mark.parametrize(
     ("text", "complaint"),
     [
-        ("", r"line 1: no column prompt_len, gen_len, got an empty file"),
-        ("prompt_len,generated\n1,2\n", r"line 1: no column gen_len, got prompt_len,generated"),
+        ("", r"trace\.csv: no header in line 1, wanted a CSV file that begins with prompt_len,gen_len$"),
+        ("prompt_len,generated\n1,2\n", r"line 1: no column gen_len, got prompt_len,generated$"),
         ("prompt_len,gen_len\n", r"no rows under the header"),
         ("prompt_len,gen_len\n5,5\n5,many\n", r"line 3: gen_len is 'many', wanted a whole number above 0"),
         ("prompt_len,gen_len\n5,1.5\n", r"line 2: gen_len is '1.5'"),

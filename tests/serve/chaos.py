@@ -6,18 +6,23 @@ import asyncio
 import random
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from enum import StrEnum
+from pathlib import Path
+from types import TracebackType
 
 import psutil
 
 from dbench.events import RequestArrived, RequestFinished, WorkerLost
 from dbench.serve.client import Client
+from dbench.serve.launch import ServerProcess
 from dbench.serve.sequence import SamplingParameters
 from dbench.serve.wire import Accepted, PollState, Submission
-from tests.serve.server_builders import events_of, eventually
+from tests.serve.process_builders import is_gone
+from tests.serve.remote_builders import WorkerProcess
+from tests.serve.server_builders import WORKER_KEY, events_of, eventually
 
 CONCURRENCY = 16
 NUM_KINDS = 20
@@ -40,17 +45,27 @@ class Mode:
 
     name: str
     options: Mapping[str, object]
+    num_local: int
+    num_remote: int = 0
+    """`dbench worker` processes that join, and that somebody starts again whenever one has ended."""
 
 
-MODES = (Mode("colocated", {"gpus": "cpu,cpu,cpu"}),)
+MODES = (
+    Mode("colocated", {"gpus": "cpu,cpu,cpu"}, num_local=3),
+    Mode("remote", {"gpus": "cpu", "worker_key": WORKER_KEY}, num_local=1, num_remote=2),
+)
+WORKER_TIMEOUT_S = 3.0
 
 
 class Fault(StrEnum):
     KILL = "kill"
     STOP = "stop"
-    """For good: whoever watches it must notice."""
+    """For longer than worker_timeout_s: a local worker is killed then, one of another host wakes up late."""
     PAUSE = "pause"
     """For less time than anybody should mind."""
+
+
+MIXTURE = (Fault.KILL, Fault.STOP, Fault.KILL, Fault.PAUSE)
 
 
 def kinds_of_requests(draw: random.Random) -> list[Submission]:
@@ -79,31 +94,80 @@ class Outcome:
     faults: Counter[Fault] = field(default_factory=Counter)
 
 
-class Chaos:
-    """One run against a server; `workers` finds the processes that may be hit at the moment."""
+class RemoteWorkers:
+    """`with`: a number of `dbench worker` processes, as long as `keep` runs; they leave at the end."""
 
-    def __init__(
-        self, address: str, draw: random.Random, workers: Callable[[], list[psutil.Process]], num_requests: int
-    ) -> None:
-        self.outcome = Outcome()
+    def __init__(self, address: str, folder: Path, number: int) -> None:
         self._address = address
+        self._folder = folder
+        self._number = number
+        self._num_started = 0
+        self._running: list[WorkerProcess] = []
+
+    def __enter__(self) -> RemoteWorkers:
+        self._fill_up()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        for worker in self._running:
+            worker.process.terminate()
+        codes = [worker.exit_code() for worker in self._running]
+        for worker in self._running:
+            worker.close()
+        assert error is not None or codes == [0] * self._number
+
+    def processes(self) -> list[psutil.Process]:
+        running = [worker for worker in self._running if worker.process.poll() is None]
+        return [psutil.Process(worker.pid) for worker in running]
+
+    async def keep(self) -> None:
+        while True:
+            self._fill_up()
+            await asyncio.sleep(0.1)
+
+    def _fill_up(self) -> None:
+        for worker in [worker for worker in self._running if worker.process.poll() is not None]:
+            worker.close()
+            self._running.remove(worker)
+        while len(self._running) < self._number:
+            self._num_started += 1
+            log = self._folder / f"worker-{self._num_started}.log"
+            self._running.append(WorkerProcess(self._address, log))
+
+
+class Chaos:
+    """One run against a server and its workers."""
+
+    def __init__(self, server: ServerProcess, mode: Mode, remote: RemoteWorkers, draw: random.Random) -> None:
+        self.outcome = Outcome()
+        self._server = server
+        self._remote = remote
+        self._num_workers = mode.num_local + mode.num_remote
         self._draw = draw
-        self._workers = workers
-        self._num_requests = num_requests
+        self._num_requests = 0
         self._requests = kinds_of_requests(draw)
         self._num_started = 0
         self._resumes: list[asyncio.Task[None]] = []
 
-    async def run(self) -> None:
+    async def run(self, num_requests: int) -> None:
         """All requests to their ends, with faults among them; raises AssertionError for what must not be."""
-        async with Client(self._address) as client:
+        self._num_requests = num_requests
+        keeper = asyncio.create_task(self._remote.keep())
+        async with Client(self._server.address) as client:
+            await self._calm_down(client)
             wanted = [(await self._one(client, kind)).generated_token_ids for kind in range(NUM_KINDS)]
-            faults = asyncio.create_task(self._strike())
+            faults = asyncio.create_task(self._strike(client))
             await asyncio.gather(*(self._loop(client) for _ in range(CONCURRENCY)))
             await faults
             await asyncio.gather(*self._resumes)
             await self._calm_down(client)
             await self._check_requests(client, wanted)
+        keeper.cancel()
+
+    def _workers(self) -> list[psutil.Process]:
+        """All that run at the moment, started or starting."""
+        local = [process for process in psutil.Process(self._server.pid).children() if not is_gone(process)]
+        return [*local, *self._remote.processes()]
 
     # ---- the load ----
 
@@ -138,40 +202,46 @@ class Chaos:
 
     # ---- the faults ----
 
-    async def _strike(self) -> None:
+    async def _strike(self, client: Client) -> None:
         """Faults spread over the requests, each as soon as so many have ended; some come at once."""
         num_faults = max(LEAST_FAULTS, self._num_requests // REQUESTS_PER_FAULT)
         moments = sorted(self._draw.randrange(int(0.9 * self._num_requests)) for _ in range(num_faults))
-        for moment in moments:
+        faults = [MIXTURE[number % len(MIXTURE)] for number in range(num_faults)]
+        self._draw.shuffle(faults)
+        for moment, fault in zip(moments, faults, strict=True):
             while len(self.outcome.states) < NUM_KINDS + moment:
                 await asyncio.sleep(0.01)
-            await self._hit(self._draw.choice(list(Fault)))
+            await self._hit(client, fault)
 
-    async def _hit(self, fault: Fault) -> None:
-        while not (workers := self._workers()):
+    async def _hit(self, client: Client, fault: Fault) -> None:
+        """Hit any worker, but stop only one that is ready: those that start are given a longer time than the test."""
+        victims: list[psutil.Process] = []
+        while not victims:
             await asyncio.sleep(0.01)
-        self.outcome.processes |= set(workers)
-        victim = self._draw.choice(workers)
+            ready = {worker.pid for worker in (await client.status()).workers if worker.ready}
+            workers = self._workers()
+            self.outcome.processes |= set(workers)
+            victims = [process for process in workers if fault is not Fault.STOP or process.pid in ready]
+        victim = self._draw.choice(victims)
         self.outcome.faults[fault] += 1
         try:
             victim.kill() if fault is Fault.KILL else victim.suspend()
         except psutil.NoSuchProcess:
             return
-        if fault is Fault.PAUSE:
-            self._resumes.append(asyncio.create_task(_resume(victim, self._draw.uniform(0.1, 1.0))))
+        if fault is not Fault.KILL:
+            pause_s = self._draw.uniform(0.1, 1.0) if fault is Fault.PAUSE else WORKER_TIMEOUT_S + 1.5
+            self._resumes.append(asyncio.create_task(_resume(victim, pause_s)))
 
     # ---- afterwards ----
 
     async def _calm_down(self, client: Client) -> None:
-        """All workers come back, and hold nothing."""
+        """As many workers as ever are ready, and none holds anything."""
 
         async def is_calm() -> bool:
             status = await client.status()
             self.outcome.processes |= set(self._workers())
-            return all(
-                worker.ready and not worker.pages_used and not worker.outstanding_prefill_tokens
-                for worker in status.workers
-            )
+            is_idle = not any(worker.pages_used or worker.outstanding_prefill_tokens for worker in status.workers)
+            return is_idle and sum(worker.ready for worker in status.workers) == self._num_workers
 
         await eventually(is_calm)
         assert (await client.status()).num_requests_in_server == 0

@@ -59,9 +59,10 @@ class Wire:
                 block.num_written += 1
 
     def finish(self, slot: int, refreshed: Refreshed) -> None:
-        block = self.by_slot.pop(slot)
-        block.refreshed = refreshed
-        self._send(block)
+        block = self.by_slot.pop(slot, None)
+        if block is not None:
+            block.refreshed = refreshed
+            self._send(block)
 
     def send(self, key: BlockKey, receiver_id: int, epoch: int) -> None:
         block = self.outgoing.get(key)
@@ -178,9 +179,9 @@ class World:
             self.tell(receiver_id, KvArrived(key, refreshed, self.clock()))
         return True
 
-    def break_link(self, sender_id: int, receiver_id: int) -> None:
-        """Whatever was on its way between the two is lost, and each of them hears of it."""
-        self._break(self.rig.fleet.links.of(sender_id, receiver_id))
+    def break_link(self, sender_id: int, receiver_id: int, *, deaf_id: int | None = None) -> None:
+        """Whatever was on its way between the two is lost, and both of them hear of it, or one alone."""
+        self._break(self.rig.fleet.links.of(sender_id, receiver_id), deaf_id)
 
     def kill(self, worker_id: int) -> None:
         """A worker dies in the middle of whatever it does, and is started again."""
@@ -256,16 +257,17 @@ class World:
             assert (worker.wire.outgoing, worker.wire.expected, worker.wire.by_slot) == ({}, {}, {})
             assert not self.rig.fleet[worker_id].assignments
 
-    def _break(self, epoch: int) -> None:
+    def _break(self, epoch: int, deaf_id: int | None = None) -> None:
         self.broken.add(epoch)
         self.mail = [message for message in self.mail if message[2] != epoch]
         for worker_id, worker in self.workers.items():
+            if worker_id == deaf_id:
+                continue
             wire = worker.wire
             failed = [key for key, (_, own, _) in wire.expected.items() if own == epoch]
             failed += [b.key for b in wire.outgoing.values() if b.target is not None and b.target[1] == epoch]
             for key in failed:
-                wire.expected.pop(key, None)
-                wire.outgoing.pop(key, None)
+                wire.drop(key)
                 self.tell(worker_id, KvFailed(key, "the link broke"))
 
     def _pass_on(self) -> None:

@@ -18,16 +18,19 @@ ENVIRONMENT = {name: value for name, value in os.environ.items() if not name.sta
 REMOTE = {"gpus": "none", "num_remote_workers": 1, "worker_key": WORKER_KEY}
 """A server all of whose workers come from elsewhere."""
 END_TIMEOUT_S = 60
+COMMAND = (sys.executable, "-m", "dbench", "worker", "--num-threads", "1")
 
 
 class WorkerProcess:
     """One `dbench worker`; its standard error is in `log`."""
 
-    def __init__(self, address: str, log: Path, *arguments: str, key: str = WORKER_KEY) -> None:
+    def __init__(
+        self, address: str, log: Path, *arguments: str, key: str = WORKER_KEY, prefix: Sequence[str] = ()
+    ) -> None:
         self.log = log
         with log.open("w", encoding="utf-8") as file:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "dbench", "worker", "--scheduler", address, "--num-threads", "1", *arguments],
+                [*prefix, *COMMAND, "--scheduler", address, *arguments],
                 env={**ENVIRONMENT, "DBENCH_WORKER_KEY": key},
                 stdout=subprocess.PIPE,
                 stderr=file,
@@ -59,10 +62,12 @@ class WorkerProcess:
 
 
 @contextmanager
-def worker_process(address: str, folder: Path, *arguments: str, key: str = WORKER_KEY) -> Iterator[WorkerProcess]:
-    """Killed at the end if it still runs."""
+def worker_process(
+    address: str, folder: Path, *arguments: str, key: str = WORKER_KEY, prefix: Sequence[str] = ()
+) -> Iterator[WorkerProcess]:
+    """Killed at the end if it still runs; `prefix` goes before its command."""
     number = len(list(folder.glob("worker-*.log")))
-    worker = WorkerProcess(address, folder / f"worker-{number}.log", *arguments, key=key)
+    worker = WorkerProcess(address, folder / f"worker-{number}.log", *arguments, key=key, prefix=prefix)
     try:
         yield worker
     finally:

@@ -6,14 +6,11 @@ import asyncio
 import random
 from pathlib import Path
 
-import psutil
 import pytest
 
-from tests.serve.chaos import MODES, Chaos, Mode
-from tests.serve.process_builders import assert_all_end, family_of, is_gone, launch
+from tests.serve.chaos import MODES, WORKER_TIMEOUT_S, Chaos, Mode, RemoteWorkers
+from tests.serve.process_builders import assert_all_end, family_of, launch
 from tests.serve.remote_builders import is_bindable, names
-
-WORKER_TIMEOUT_S = 3.0
 
 
 @pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.name)
@@ -32,14 +29,11 @@ def test_every_request_has_its_right_end_while_workers_die(
         **mode.options,
     )
 
-    def workers() -> list[psutil.Process]:
-        return [process for process in psutil.Process(server.pid).children() if not is_gone(process)]
-
-    with server:
+    draw = random.Random(pytestconfig.getoption("chaos_seed"))
+    with server, RemoteWorkers(server.address, tmp_path, mode.num_remote) as remote:
         family = family_of(server.pid)
-        draw = random.Random(pytestconfig.getoption("chaos_seed"))
-        chaos = Chaos(server.address, draw, workers, pytestconfig.getoption("chaos_requests"))
-        asyncio.run(chaos.run())
+        chaos = Chaos(server, mode, remote, draw)
+        asyncio.run(chaos.run(pytestconfig.getoption("chaos_requests")))
     assert_all_end([*family, *chaos.outcome.processes])
     assert is_bindable(server.address)
     assert [names(list(folder.iterdir())) for folder in folders] == [[], ["events.jsonl"]]

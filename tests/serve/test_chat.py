@@ -180,6 +180,12 @@ def test_a_template_that_is_no_text_is_refused(tmp_path: Path) -> None:
         read_chat_template(tmp_path)
 
 
+def test_a_list_of_templates_without_names_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer_config.json").write_text('{"chat_template": ["{{ messages }}"]}')
+    with pytest.raises(ModelError, match="chat_template lists a str, wanted objects with a name"):
+        read_chat_template(tmp_path)
+
+
 def test_an_unknown_kind_of_vocabulary_is_refused_with_the_known_ones(dream: Path, tmp_path: Path) -> None:
     for name in ("vocab.json", "merges.txt"):
         (tmp_path / name).write_bytes((dream / name).read_bytes())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -174,6 +175,7 @@ def test_what_dream_models_are_not_is_refused_by_name(tmp_path: Path, key: str, 
         ("n_layers", 0, "n_layers is 0"),
         ("n_layers", True, "n_layers is True"),
         ("rope_theta", -1.0, "rope_theta is -1.0"),
+        ("rope_theta", math.inf, "rope_theta is inf"),
         ("weight_tying", True, "weight_tying is True, only False"),
         ("eos_token_id", 126464, "eos_token_id is 126464"),
         ("mask_token_id", -1, "mask_token_id is -1"),

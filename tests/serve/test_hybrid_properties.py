@@ -86,12 +86,12 @@ MOVES = st.one_of(
     st.tuples(st.just("deliver"), st.just(0), st.just(0)),
     st.tuples(st.just("submit"), st.integers(0, 7), st.just(0)),
     st.tuples(st.just("cancel"), st.integers(0, 7), st.just(0)),
-    st.tuples(st.just("break"), st.integers(0, 2), st.integers(0, 2)),
+    st.tuples(st.just("break"), st.integers(0, 5), st.integers(0, 2)),
 )
 
 
-@settings(max_examples=200, deadline=None)
-@given(setups(), st.lists(MOVES, max_size=60))
+@settings(max_examples=250, deadline=None)
+@given(setups(), st.lists(MOVES, max_size=100))
 def test_whatever_dies_or_breaks_every_request_ends_once_and_every_page_comes_back(
     setup: Setup, moves: list[tuple[str, int, int]]
 ) -> None:
@@ -111,7 +111,8 @@ def test_whatever_dies_or_breaks_every_request_ends_once_and_every_page_comes_ba
             case "cancel":
                 world.cancel(f"r{a}")
             case "break":
-                world.break_link(a % num_prefill, num_prefill + b % setup.hybrid.num_colocated)
+                ends = (a % num_prefill, num_prefill + b % setup.hybrid.num_colocated)
+                world.break_link(*ends, deaf_id=(None, *ends)[(a + b) % 3])
         world.check()
     world.settle()
     world.check_rest()

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import shutil
 import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,14 +14,14 @@ import psutil
 import pytest
 
 from dbench.errors import ServerUnavailable
-from dbench.events import WorkerLost, WorkerUp
+from dbench.events import WorkerLeft, WorkerLost, WorkerUp
 from dbench.models import embedded_directory
 from dbench.serve.client import Client, submit_and_wait
 from dbench.serve.sequence import SamplingParameters
 from dbench.serve.wire import Submission
 from tests.serve.process_builders import answer, assert_all_end, family_of, launch, server_child, wait_for
 from tests.serve.remote_builders import REMOTE, WorkerProcess, address_of, at_free_port, lines_with, worker_process
-from tests.serve.server_builders import WORKER_KEY, ServerInThisProcess, events_of, eventually, run
+from tests.serve.server_builders import WORKER_KEY, ServerInThisProcess, events_of, eventually, final_state, run
 
 SLOW = SamplingParameters("conf_quota", fixed_unmask_quota=1)
 WANTS = [Submission(tuple(range(1, 30 + i)), 64, SLOW, request_seed=i, ignore_eos=True) for i in range(6)]
@@ -140,7 +142,7 @@ def test_a_worker_that_stands_still_and_wakes_up_late_harms_nothing_and_works_ag
             assert status.num_requests_in_server == 0
             assert [worker.pages_used for worker in status.workers] == [0, 0]
 
-    with launch(worker_key=WORKER_KEY, worker_timeout_s=2.0) as server, worker_process(server.address, tmp_path) as w:
+    with launch(worker_key=WORKER_KEY, worker_timeout_s=3.0) as server, worker_process(server.address, tmp_path) as w:
         assert w.wait_until_ready() == f"ready as worker 1 of {server.address}"
         run(scenario(server.address, w))
 
@@ -185,6 +187,54 @@ def test_ctrl_c_ends_a_worker_that_still_dials(tmp_path: Path) -> None:
         worker.process.send_signal(signal.SIGINT)
         assert worker.exit_code() == 130
         assert not lines_with(worker.log, "Traceback")
+
+
+def test_a_worker_that_is_stopped_while_it_loads_leaves_and_is_not_lost(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with ServerInThisProcess(gpus="cpu", worker_key=WORKER_KEY) as server, server.client() as client:
+            with worker_process(server.endpoint.local_address, tmp_path) as worker:
+                await server.has_states("starting", "starting")
+                worker.process.send_signal(signal.SIGTERM)
+                assert await asyncio.to_thread(worker.exit_code) == 0
+            await server.has_states("starting", "ended")
+            events = await events_of(client)
+            assert [type(e) for e in events if isinstance(e, WorkerLeft | WorkerLost)] == [WorkerLeft]
+
+    run(scenario())
+
+
+def test_a_worker_whose_device_hangs_ends_itself() -> None:
+    program = (
+        "import sys, threading\n"
+        "from dbench.serve import remote_worker\n"
+        "from dbench.serve.fake_runner import FakeRunner, FakeScript, SystemClock\n"
+        "hang = FakeScript(num_unmasked=lambda task, step: print('hangs', flush=True) or threading.Event().wait())\n"
+        "remote_worker.load_runner = lambda *given: FakeRunner(hang, page_size=16, clock=SystemClock())\n"
+        "config = remote_worker.RemoteWorkerConfig(sys.argv[1], sys.argv[2], 'cpu', None, 1, 30.0, 60.0)\n"
+        "sys.exit(remote_worker.RemoteWorker(config, lambda worker_id: None, hang_timeout_s=0.2).run())\n"
+    )
+
+    async def scenario() -> None:
+        async with ServerInThisProcess(gpus="cpu", worker_key=WORKER_KEY) as server, server.client() as client:
+            command = (sys.executable, "-c", program, server.endpoint.local_address, WORKER_KEY)
+            process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+            try:
+                await server.has_states("starting", "idle")
+                request_id = await client.submit(WANTS[0])
+                assert process.stdout is not None
+                assert await asyncio.to_thread(process.stdout.readline) == "hangs\n"
+                server.hub.worker_gone(1, "it hangs")
+                _, said = await asyncio.to_thread(process.communicate)
+            finally:
+                process.kill()
+                process.communicate()
+            assert process.returncode == 1
+            assert said == "the device has not answered for 0.2 s since the stream ended\n"
+            server.add_worker(0)
+            await server.has_states("idle", "awaited")
+            assert (await final_state(client, request_id)).status == "COMPLETED"
+
+    run(scenario())
 
 
 def test_a_server_whose_workers_do_not_come_says_so(tmp_path: Path) -> None:
