@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import queue
+import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import count
 
 import pytest
@@ -27,7 +31,7 @@ MODEL = read_model_config(embedded_directory())
 NUM_PAGES, PAGE_SIZE = 8, 4
 KEY, OTHER = BlockKey("a", 0, 0), BlockKey("b", 3, 1)
 EPOCHS = count(1)
-SHORT_S, LONG_S = 1.0, 30.0
+SHORT_S, STOPPED_S, LONG_S = 1.0, 3.0, 30.0
 
 
 def refreshed(*positions: int) -> Refreshed:
@@ -259,6 +263,70 @@ def test_a_receiver_that_never_comes_ends_what_was_to_go_there(address: str) -> 
     failed = sender.next()
     assert isinstance(failed, KvFailed)
     assert failed.reason.startswith("KV transfer to worker 1: ")
+    sender.transfer.close()
+
+
+@contextmanager
+def peer_process(address: str, epoch: int, role: str, timeout_s: float = LONG_S) -> Iterator[subprocess.Popen[str]]:
+    """The other end as a process that is about to meet this one."""
+    arguments = [address, str(epoch), str(timeout_s), role]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tests.serve.transfer_peer", *arguments], stdout=subprocess.PIPE, text=True
+    )
+    try:
+        wait_for_word(process, "loaded")
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+        assert process.stdout is not None
+        process.stdout.close()
+
+
+def wait_for_word(process: subprocess.Popen[str], word: str) -> None:
+    assert process.stdout is not None
+    assert process.stdout.readline() == f"{word}\n"
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+def test_a_sender_that_dies_or_stops_in_the_middle_of_a_layer_is_an_end(address: str, number: signal.Signals) -> None:
+    receiver, epoch = End(1, address, LONG_S if number is signal.SIGKILL else STOPPED_S, 1), next(EPOCHS)
+    with peer_process(address, epoch, "send") as process:
+        receiver.transfer.expect(KEY, 0, epoch, (3,))
+        wait_for_word(process, "here")
+        process.send_signal(number)
+        failed = receiver.next()
+        assert isinstance(failed, KvFailed)
+        assert failed.key == KEY
+        receiver.transfer.expect(OTHER, 0, epoch, (4,))
+        assert receiver.next() == KvFailed(OTHER, failed.reason)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+def test_a_receiver_that_dies_or_stops_is_an_end_and_the_sender_goes_on(address: str, number: signal.Signals) -> None:
+    sender, epoch = End(0, address, STOPPED_S if number is signal.SIGSTOP else LONG_S, 0), next(EPOCHS)
+    with peer_process(address, epoch, "receive") as process:
+        sender.transfer.announce(KEY)
+        sender.transfer.begin(0, KEY, tuple(range(NUM_PAGES)))
+        sender.transfer.send(KEY, 1, epoch)
+        sender.write_layers(0, end=1)
+        wait_for_word(process, "here")
+        process.send_signal(number)
+        if number is signal.SIGKILL:
+            process.wait()
+        for _ in range(500):  # more than the sockets hold
+            sender.write_layers(0, first=1, end=2)
+        failed = sender.next()
+        assert isinstance(failed, KvFailed)
+        assert failed.key == KEY
+    again, receiver = next(EPOCHS), End(1, address, LONG_S, 1)
+    receiver.transfer.expect(OTHER, 0, again, (3,))
+    sender.transfer.announce(OTHER)
+    sender.transfer.begin(0, OTHER, (2,))
+    sender.transfer.send(OTHER, 1, again)
+    sender.write_layers(0)
+    sender.transfer.finish(0, refreshed(1))
+    assert isinstance(receiver.next(), KvArrived)
     sender.transfer.close()
 
 
