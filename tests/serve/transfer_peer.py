@@ -1,7 +1,8 @@
 """One end of a KV transfer as a process of its own, for tests that kill or stop it in the middle.
 
 `python -m tests.serve.transfer_peer ADDRESS EPOCH TIMEOUT_S send|receive`: says "loaded", then meets its peer, says
-"here" once something has crossed the link, and then waits. As a sender it leaves its block half sent; as a receiver it reads one message and no more.
+"here" once something has crossed the link, and then waits. As a sender it leaves its block half sent; as a receiver
+it reads one message and no more.
 """
 
 from __future__ import annotations
