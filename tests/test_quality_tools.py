@@ -17,7 +17,7 @@ from dbench.unmasking_rules import UNMASKING_RULES
 from tests.event_builders import ended, run_of, started
 from tools import measure_quality, write_model_card
 from tools.measure_quality import DOCUMENT, TABLE
-from tools.quality.document import quality_table, replace_section
+from tools.quality.document import quality_table, read_section, replace_section
 from tools.quality.rows import Count, Row, read_rows, row_of, with_row, write_rows
 from tools.quality.settings import DEFAULT, SETTINGS
 
@@ -97,9 +97,22 @@ def test_the_document_says_what_the_table_says() -> None:
 
 
 def test_the_document_tells_where_a_checkpoint_lay_of_no_model() -> None:
-    given = argparse.Namespace(model="some/folder", name="embedded", problems=300, rounds=1)
+    given = argparse.Namespace(model="some/folder", name="embedded", problems=300, rounds=1, redraw=False)
     command = next(line for line in measure_quality.section(read_rows(TABLE), given) if line.startswith("- command"))
     assert "--model DIR " in command
+
+
+def test_drawing_again_leaves_what_the_document_says() -> None:
+    rows = read_rows(TABLE)
+    for model in {row.model for row in rows}:
+        given = argparse.Namespace(model="embedded", name=model, problems=7, rounds=1, redraw=True)
+        assert measure_quality.section(rows, given) == read_section(DOCUMENT, f"measured: {model}")
+
+
+def test_a_model_that_was_never_measured_is_refused_with_the_others() -> None:
+    given = argparse.Namespace(model="embedded", name="nobody", problems=7, rounds=1, redraw=True)
+    with pytest.raises(UsageError, match=r"no rows of the model 'nobody' \(it has: embedded, "):
+        measure_quality.section(read_rows(TABLE), given)
 
 
 def test_the_embedded_model_is_small_enough_to_come_with_the_package() -> None:

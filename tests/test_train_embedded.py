@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from dbench.errors import ModelError
 from dbench.load.tasks import Problem, held_out, is_held_out
 from dbench.models import embedded_directory
 from dbench.serve.attention import SdpaBackend
@@ -223,6 +224,32 @@ def test_a_short_run_learns_something_and_leaves_a_model_that_loads(
     assert report["final"]["float32, exact cache"]["all"]["num_problems"] == len(held_out(0, 7))
     config = read_model_config(out)
     load_weights(config, WeightSource(out, "auto", torch.float32, CPU, 0))
+
+
+@pytest.mark.parametrize("words", [["--steps=0"], ["--problems=0"], ["--batch=-1"], ["--final-problems=0"]])
+def test_a_count_of_nothing_is_refused(
+    words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["train_embedded", "--out=nowhere", *words])
+    with pytest.raises(SystemExit):
+        train_embedded.main()
+    assert "wanted a whole number at least 1" in capsys.readouterr().err
+
+
+def test_weights_of_another_model_or_none_are_refused(config: ModelConfig, tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    with pytest.raises(ModelError, match=r"model\.safetensors: no weights that can be read"):
+        network.load_weights(sharp_network(config), path)
+    network.save_weights(sharp_network(replace(config, n_layers=config.n_layers + 1)), path)
+    with pytest.raises(ModelError, match="names or shapes of tensors are not those of the model"):
+        network.load_weights(sharp_network(config), path)
+
+
+def test_a_directory_without_a_chat_template_trains_nothing(small_directory: Path, tmp_path: Path) -> None:
+    shutil.copytree(small_directory, tmp_path / "plain")
+    (tmp_path / "plain" / "tokenizer_config.json").write_text("{}")
+    with pytest.raises(ModelError, match="training needs a chat template and an eos_token"):
+        data.read_chat_frame(tmp_path / "plain")
 
 
 def test_all_shapes_of_a_step_hold_the_same_number_of_tokens() -> None:

@@ -20,14 +20,14 @@ from pathlib import Path
 from dbench.commands.run import with_own_server
 from dbench.config import Resolved, resolve
 from dbench.environment import describe_environment
-from dbench.errors import DbenchError, RunError
+from dbench.errors import DbenchError, RunError, UsageError
 from dbench.load.driver import RunResult, run_load
 from dbench.load.stop import run_cancellable
 from dbench.load.target import GrpcTarget
 from dbench.metrics import RunSummary, load_run, summarize
 from dbench.options import COMMAND_SECTIONS, EngineOptions, LoadOptions, SamplingOptions, ServiceOptions
 from dbench.serve.launch import ServerProcess
-from tools.quality.document import measured_with, quality_table, replace_section
+from tools.quality.document import measured_with, quality_table, read_section, replace_section
 from tools.quality.figure import draw_quality
 from tools.quality.rows import Row, read_rows, row_of, with_row, write_rows
 from tools.quality.settings import SETTINGS
@@ -73,7 +73,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--name", help="of the model in table and document; the value of --model unless given")
     parser.add_argument("--problems", type=int, default=NUM_PROBLEMS)
     parser.add_argument("--rounds", type=int, default=1, help="runs of every setting; the fastest gives the rates")
-    parser.add_argument("--only", action="append", help="a setting to measure, as the table names it; repeatable")
+    names = [setting.name for setting in SETTINGS]
+    parser.add_argument("--only", action="append", choices=names, help="a setting to measure; repeatable")
     parser.add_argument("--redraw", action="store_true", help="measure nothing, show what the CSV holds")
     arguments = parser.parse_args()
     arguments.name = arguments.name or arguments.model
@@ -131,12 +132,22 @@ def run(address: str, options: Resolved, run_dir: Path) -> RunSummary:
 
 
 def section(rows: Sequence[Row], arguments: argparse.Namespace) -> list[str]:
-    """The table of one model and what it was measured with, the place of its checkpoint on this disk aside."""
+    """The table of one model and what it was measured with, the place of its checkpoint on this disk aside.
+
+    Where nothing was measured, what the document says of that stays. Raises UsageError for a model without rows.
+    """
+    own = [row for row in rows if row.model == arguments.name]
+    if not own:
+        known = ", ".join(dict.fromkeys(row.model for row in rows))
+        raise UsageError(f"{TABLE} has no rows of the model {arguments.name!r} (it has: {known}); measure it first")
+    if arguments.redraw:
+        old = read_section(DOCUMENT, f"measured: {arguments.name}")
+        return [*quality_table(own), "", *(line for line in old if line.startswith("- "))]
     load = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in LOAD.items() if value is not True)
     model = EMBEDDED if arguments.model == EMBEDDED else "DIR"
     command = f"dbench run --model {model} --check-answers {load} --num-requests {arguments.problems}"
     return [
-        *quality_table([row for row in rows if row.model == arguments.name]),
+        *quality_table(own),
         "",
         *measured_with(describe_environment(), f"{command} SETTING", arguments.rounds),
     ]

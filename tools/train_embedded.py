@@ -39,15 +39,17 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--config", type=Path, default=embedded_directory(), help="directory with config and tokenizer")
     parser.add_argument("--init-from", type=Path, help="start from the weights in this directory, not at random")
     parser.add_argument("--minutes", type=float, help="end training this long after the start; 8 without --steps")
-    parser.add_argument("--steps", type=int, help="end training after so many steps")
-    parser.add_argument("--batch", type=int, default=DEFAULT_BATCH, help="sequences of 128 tokens in a step")
+    parser.add_argument("--steps", type=positive, help="end training after so many steps")
+    parser.add_argument("--batch", type=positive, default=DEFAULT_BATCH, help="sequences of 128 tokens in a step")
     parser.add_argument("--rate", type=float, default=1.5e-3, help="peak learning rate")
     parser.add_argument("--warmup-steps", type=int, default=500)
-    parser.add_argument("--problems", type=int, default=6_000_000, help="training problems to draw")
-    parser.add_argument("--processes", type=int, default=os.cpu_count(), help="that draw them")
-    parser.add_argument("--report-every", type=int, default=2000, help="steps between evaluations and checkpoints")
-    parser.add_argument("--report-problems", type=int, default=350, help="held-out problems of such an evaluation")
-    parser.add_argument("--final-problems", type=int, default=1400, help="held-out problems of the last evaluation")
+    parser.add_argument("--problems", type=positive, default=6_000_000, help="training problems to draw")
+    parser.add_argument("--processes", type=positive, default=os.cpu_count(), help="that draw them")
+    parser.add_argument("--report-every", type=positive, default=2000, help="steps between evaluations and checkpoints")
+    parser.add_argument("--report-problems", type=positive, default=350, help="held-out problems of such an evaluation")
+    parser.add_argument(
+        "--final-problems", type=positive, default=1400, help="held-out problems of the last evaluation"
+    )
     parser.add_argument("--device", help="cuda or cpu; cuda where there is one")
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, help="torch.compile; on with cuda")
     parser.add_argument("--seed", type=int, default=0)
@@ -55,6 +57,14 @@ def parse_arguments() -> argparse.Namespace:
     if arguments.minutes is None and arguments.steps is None:
         arguments.minutes = 8.0
     return arguments
+
+
+def positive(text: str) -> int:
+    """A count on the command line."""
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"got {text}, wanted a whole number at least 1")
+    return number
 
 
 def main() -> None:

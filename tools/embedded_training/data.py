@@ -14,14 +14,13 @@ from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 
-import jinja2
 import numpy as np
 from numpy.typing import NDArray
 
 from dbench.errors import ModelError
 from dbench.load.tasks import TASKS, draw
+from dbench.serve.chat import Message, read_chat_template
 from dbench.serve.tokenizer import Tokenizer, load_tokenizer
-from tools.embedded_training.files import read_json
 
 TASK_NAMES = tuple(TASKS)
 TASK_WEIGHTS = {"addition": 4, "subtraction": 4, "sort": 3, "reverse": 2, "copy": 2, "lookup": 2, "summarize": 1}
@@ -64,17 +63,15 @@ class Rows:
 
 def read_chat_frame(model_dir: Path) -> ChatFrame:
     """Render the directory's chat template around a marker and take the ids on both sides of it."""
-    settings = read_json(model_dir / "tokenizer_config.json")
+    template = read_chat_template(model_dir)
+    if template is None or "eos_token" not in template.tokens:
+        raise ModelError(f"{model_dir}: training needs a chat template and an eos_token in tokenizer_config.json")
     marker = "MESSAGE"
-    template = jinja2.Environment(keep_trailing_newline=True).from_string(settings["chat_template"])
-    text = template.render(
-        bos_token=settings["bos_token"], messages=[{"role": "user", "content": marker}], add_generation_prompt=True
-    )
-    before, found, after = text.partition(marker)
+    before, found, after = template.render([Message("user", marker)]).partition(marker)
     tokenizer = load_tokenizer(model_dir)
     if not found or tokenizer.encode("Az 9.") != list(b"Az 9."):
         raise ModelError(f"{model_dir}: training needs a chat template that keeps the message, and bytes as tokens")
-    end_id = _single_id(tokenizer, settings["eos_token"])
+    end_id = _single_id(tokenizer, template.tokens["eos_token"])
     return ChatFrame(tuple(tokenizer.encode(before)), tuple(tokenizer.encode(after)), end_id)
 
 

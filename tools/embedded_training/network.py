@@ -17,12 +17,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import embedding, linear, rms_norm, scaled_dot_product_attention, silu
 
-from dbench.errors import one_line
+from dbench.errors import ModelError, one_line
 from dbench.serve.families import FAMILIES, ModelConfig
 
 logger = logging.getLogger(__name__)
@@ -256,7 +257,14 @@ def save_weights(network: Network, path: Path) -> None:
 
 @torch.no_grad()
 def load_weights(network: Network, path: Path) -> None:
-    """Fill the network from such a file."""
-    stored = load_file(path)
-    for name, target in checkpoint_tensors(network).items():
+    """Fill the network from such a file. Raises ModelError for one that cannot be read or is of another model."""
+    try:
+        stored = load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise ModelError(f"{path}: no weights that can be read: {one_line(error)}") from error
+    targets = checkpoint_tensors(network)
+    shapes = {name: tensor.shape for name, tensor in stored.items()}
+    if shapes != {name: tensor.shape for name, tensor in targets.items()}:
+        raise ModelError(f"{path}: names or shapes of tensors are not those of the model that is trained")
+    for name, target in targets.items():
         target.copy_(stored[name])

@@ -15,13 +15,24 @@ from tools.quality.settings import DEFAULT
 def replace_section(document: Path, name: str, lines: Iterable[str]) -> None:
     """Put the lines between `<!-- NAME -->` and `<!-- end of NAME -->`. Raises UsageError without such marks."""
     begin, end = f"<!-- {name} -->", f"<!-- end of {name} -->"
-    text = document.read_text(encoding="utf-8")
-    before, found, rest = text.partition(begin)
-    _, found_end, after = rest.partition(end)
-    if not found or not found_end:
-        raise UsageError(f"{document}: wanted the lines {begin} and {end}")
+    before, _, after = _around(document, begin, end)
     inner = "\n".join(lines)
     write_text(document, f"{before}{begin}\n\n{inner}\n\n{end}{after}")
+
+
+def read_section(document: Path, name: str) -> list[str]:
+    """The lines between the same marks. Raises UsageError without them."""
+    _, inner, _ = _around(document, f"<!-- {name} -->", f"<!-- end of {name} -->")
+    return inner.strip().splitlines()
+
+
+def _around(document: Path, begin: str, end: str) -> tuple[str, str, str]:
+    """The text before, between and after two marks."""
+    before, found, rest = document.read_text(encoding="utf-8").partition(begin)
+    inner, found_end, after = rest.partition(end)
+    if not found or not found_end:
+        raise UsageError(f"{document}: wanted the lines {begin} and {end}")
+    return before, inner, after
 
 
 def markdown_table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> list[str]:
