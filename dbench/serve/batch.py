@@ -60,8 +60,8 @@ class SlotTable:
         self.temperature_S = torch.zeros(num_slots, dtype=torch.float32, device=device)
         self.parameter_S = torch.zeros(num_slots, dtype=torch.float32, device=device)
 
-    def fill(self, slot: int, task: BlockTask, pages: tuple[int, ...], fixed: Mapping[int, int] | None = None) -> None:
-        """Give a free slot to a block: prompt as it is, masks after it, step 0; 1 with what a refresh has fixed."""
+    def fill(self, slot: int, task: BlockTask, pages: tuple[int, ...]) -> None:
+        """Give a free slot to a block: prompt as it is, masks after it, step 0."""
         sizes = self.sizes
         assert self.attached[slot] is None, f"slot {slot} is taken"
         assert task.block_length == sizes.block_length, f"block of {task.block_length}, not {sizes.block_length}"
@@ -76,15 +76,18 @@ class SlotTable:
         self.ignore_eos_S[slot] = task.ignore_eos
         self.block_start_S[slot] = task.block_start
         self.step_S[slot] = 0
-        if fixed is not None:
-            positions = torch.tensor([*fixed], dtype=torch.int64, device=sizes.device)
-            self.canvas_SC[slot, positions] = torch.tensor([*fixed.values()], device=sizes.device)
-            self.masked_SL[slot, positions - task.block_start] = False
-            self.step_S[slot] = 1
         self.seed_S[slot] = task.request_seed
         parameter = task.sampling.parameter
         self.temperature_S[slot] = task.sampling.temperature
         self.parameter_S[slot] = 0.0 if parameter is None else parameter
+
+    def resume(self, slot: int, fixed: Mapping[int, int]) -> None:
+        """What a refresh elsewhere has fixed in a slot's block, canvas position -> token id: step 0 is behind it."""
+        device = self.sizes.device
+        positions = torch.tensor([*fixed], dtype=torch.int64, device=device)
+        self.canvas_SC[slot, positions] = torch.tensor([*fixed.values()], dtype=torch.int64, device=device)
+        self.masked_SL[slot, positions - self.block_start_S[slot]] = False
+        self.step_S[slot] = 1
 
     def clear(self, slot: int) -> None:
         """Take the slot back; spans of it that follow are void."""

@@ -111,7 +111,9 @@ class TorchRunner:
     def attach(
         self, slot: int, task: BlockTask, pages: tuple[int, ...], fixed: Mapping[int, int] | None = None
     ) -> None:
-        self._changes.append(self._stream.submit(self._slots.fill, slot, task, pages, fixed))
+        self._changes.append(self._stream.submit(self._slots.fill, slot, task, pages))
+        if fixed is not None:
+            self._changes.append(self._stream.submit(self._slots.resume, slot, fixed))
 
     def launch(self, spans: tuple[Span, ...]) -> Ticket:
         ticket = Ticket(next(self._tickets))
