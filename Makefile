@@ -14,7 +14,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 
 # The main job on the embedded model: how many requests per second meet a latency limit on this machine?
 demo: install
-	$(BIN)/dbench search-capacity --trace arxiv --length-scale 0.05 --num-requests 125 \
+	$(BIN)/dbench search-capacity --model embedded --gpus cpu --trace arxiv --length-scale 0.05 --num-requests 125 \
 	  --unmasking-strategy conf_quota --fixed-unmask-quota 2 \
 	  --sla 'request_e2e_time:p90<=2s' --min-search-granularity-pct 10 --name demo
 

@@ -23,7 +23,7 @@ class EngineOptions:
         None,
         "Model directory in Hugging Face layout, or 'embedded' (the small model that comes with dbench).",
         panel="Core",
-        auto="embedded",
+        auto="GSAI-ML/LLaDA-8B-Instruct on CUDA devices, else embedded",
     )
     mode: str = option(
         COLOCATED,
@@ -34,9 +34,10 @@ class EngineOptions:
     )
     gpus: str | None = option(
         None,
-        "Devices of this machine, one worker each: 'cpu' or 'cpu,cpu'; 'none': all workers come from elsewhere.",
+        "Devices of this machine, one worker each: CUDA devices '0,1', or 'cpu,cpu'; 'none': all workers come from "
+        "elsewhere.",
         panel="Core",
-        auto="cpu",
+        auto="all CUDA devices, else cpu",
         mode=COLOCATED,
     )
     prefill_gpus: str | None = option(
@@ -154,7 +155,18 @@ class EngineOptions:
         "KV pages per worker.",
         panel="KV",
         minimum=1,
-        auto="enough for max_batch_size canvases of the context limit, within a quarter of the free memory",
+        auto="on CUDA what is free of the share; on CPUs enough for max_batch_size canvases of the context limit, "
+        "within a quarter of the free memory",
+    )
+    gpu_memory_utilization: float = option(
+        0.9, "Share of a CUDA device's memory that a worker may take.", panel="KV", above=0, maximum=1
+    )
+    enable_cuda_graphs: bool = option(True, "Capture decode steps once and replay them.", panel="CUDA graphs")
+    cuda_graph_batch_sizes: str = option(
+        "1,2,4,8,16,24,32,40,48,56,64",
+        "Numbers of decoding sequences that are captured; a batch is padded to the next one. Those above "
+        "max_batch_size are left out.",
+        panel="CUDA graphs",
     )
     load_format: str = option(
         "auto",
@@ -165,9 +177,15 @@ class EngineOptions:
     )
     dtype: str = option(
         "auto",
-        "Number format of weights and KV; auto: float32 on CPU.",
+        "Number format of weights and KV; auto: bfloat16 on CUDA, float32 on CPU.",
         panel="Model",
         choices=("auto", "bfloat16", "float16", "float32"),
+    )
+    attention_backend: str = option(
+        "auto",
+        "Attention of refreshes on CUDA; auto: flashinfer where it can serve, else sdpa.",
+        panel="Model",
+        choices=("auto", "flashinfer", "sdpa"),
     )
     max_model_len: int | None = option(
         None, "Longest canvas, in tokens.", panel="Model", minimum=1, auto="what the model's authors vouch for"
@@ -179,6 +197,18 @@ class EngineOptions:
         None, "Name of the model in status and reports.", panel="Model", auto="the value of model"
     )
     server_seed: int = option(0, "Seed of random weights and of the scheduler's tie-breaks.", panel="Model", minimum=0)
+    enable_operation_metrics: bool = option(
+        False, "On CUDA, sample the time of attention, MLP and QKV projection in one layer.", panel="Metrics"
+    )
+    op_metrics_layer_id: int | None = option(
+        None, "The layer that is sampled, from 0.", panel="Metrics", minimum=0, auto="the middle one"
+    )
+    profile_dir: str | None = option(
+        None,
+        "Folder for a trace of some of each worker's batches, to be opened in Perfetto.",
+        panel="Metrics",
+        auto="no trace",
+    )
 
     @property
     def num_workers(self) -> int:

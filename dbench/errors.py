@@ -12,6 +12,7 @@
     |   |-- ServerStartError  a server or a worker did not become ready
     |   |-- ServerUnavailable nobody answers, or the server went away
     |   |-- ChannelBroken     a way between two workers is no more; their scheduler hears of it
+    |   |-- DeviceLost        a device that computes nothing any more; its worker ends
     |   `-- QueueFullError    max_queued_requests reached (RESOURCE_EXHAUSTED)
     `-- RunError              exit code 1: a run or search without a valid result
         `-- RunCutShort       a run that could not go on; its folder holds what was measured until then
@@ -82,6 +83,10 @@ class ServerUnavailable(ServerError):
 
 class ChannelBroken(ServerError):
     """Nothing more can be sent to a worker, or received from it."""
+
+
+class DeviceLost(ServerError):
+    """A device failed in a way that only a new process mends."""
 
 
 class QueueFullError(ServerError):

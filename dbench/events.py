@@ -263,6 +263,10 @@ class BatchExecuted(Event):
     batch_decode_length_std: float | None
     """Population standard deviation of the decoding canvases; None below two."""
     batch_sampling_time: float
+    batch_op_attn_time: float | None = None
+    """Of all layers, as the other two; None where the batch was not sampled."""
+    batch_op_mlp_time: float | None = None
+    batch_op_qkv_time: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -230,9 +230,12 @@ BATCH_METRICS: dict[str, Metric] = {
         "tokens", "Population standard deviation of the decoding canvases; empty below two."
     ),
     "batch_execution_time": Metric("s", "From the later of its launch and the previous completion to its completion."),
-    "batch_sampling_time": Metric("s", "Time spent in choosing tokens and positions."),
+    "batch_sampling_time": Metric("s", "Time spent in choosing tokens and positions; on CUDA with the LM head."),
     "batch_token_throughput": Metric("tokens/s", "batch_num_tokens / batch_execution_time."),
     "inter_batch_delay": Metric("s", "From the worker's previous completion to its start; empty for the first."),
+    "batch_op_attn_time": Metric("s", "Attention of all layers, in sampled batches (enable_operation_metrics)."),
+    "batch_op_mlp_time": Metric("s", "The MLPs of all layers with the normalisation before them, likewise."),
+    "batch_op_qkv_time": Metric("s", "QKV projection, rotary positions and page write of all layers, likewise."),
 }
 
 WORKER_METRICS: dict[str, Metric] = {

@@ -1,7 +1,8 @@
 """What a server needs and nobody gave: filled in stage by stage, before anything is started.
 
-mode -> basics -> devices -> memory_and_budget -> network -> validate; each takes and returns a ServePlan and
-raises OptionError or ModelError. No torch: the answers come from config.json and from the system.
+mode -> basics -> devices -> memory_and_budget -> kernels_and_graphs -> network -> validate; each takes and returns a
+ServePlan and raises OptionError or ModelError. No torch, but to count CUDA devices where a driver is loaded: all
+answers come from config.json and from the system.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ logger = logging.getLogger(__name__)
 
 CPU = "cpu"
 RANDOM = "random"
+LARGE_MODEL = "GSAI-ML/LLaDA-8B-Instruct"
 
 MEMORY_SHARE = 4
 """The KV of all workers together takes at most one part in this many of the available memory."""
@@ -50,6 +52,7 @@ class ServePlan:
 
     resolved: Resolved
     available_bytes: Callable[[], int]
+    num_cuda_devices: int
     directory: Path | None = None
     model: ModelConfig | None = None
 
@@ -84,9 +87,23 @@ def available_memory() -> int:
     return int(psutil.virtual_memory().available)
 
 
-def resolve_serve(resolved: Resolved, *, available_bytes: Callable[[], int] = available_memory) -> Resolved:
+def count_cuda_devices() -> int:
+    """CUDA devices that torch can use here. It is asked only where a driver is loaded: importing it takes seconds."""
+    if not any(Path("/dev").glob("nvidia[0-9]*")):
+        return 0
+    import torch
+
+    return torch.cuda.device_count()
+
+
+def resolve_serve(
+    resolved: Resolved,
+    *,
+    available_bytes: Callable[[], int] = available_memory,
+    num_cuda_devices: Callable[[], int] = count_cuda_devices,
+) -> Resolved:
     """Every option of a server filled in and checked; raises OptionError or ModelError."""
-    plan = ServePlan(resolved, available_bytes)
+    plan = ServePlan(resolved, available_bytes, num_cuda_devices())
     for stage in STAGES:
         plan = stage(plan)
     return plan.resolved
@@ -122,7 +139,9 @@ def mode(plan: ServePlan) -> ServePlan:
 
 def basics(plan: ServePlan) -> ServePlan:
     """The model, its tokenizer and names, and the lengths that follow from it."""
-    if plan.engine.model is None:
+    if plan.engine.model is None and _wants_cuda(plan):
+        plan = plan.auto("model", LARGE_MODEL, "no model was given, and there is a CUDA device")
+    elif plan.engine.model is None:
         plan = plan.auto("model", EMBEDDED, "no model was given")
     name = plan.engine.model or EMBEDDED
     directory = find_model(name)
@@ -141,26 +160,52 @@ def basics(plan: ServePlan) -> ServePlan:
 
 def devices(plan: ServePlan) -> ServePlan:
     """Which device each worker owns, and the number format there."""
-    if plan.engine.mode != HYBRID and plan.engine.gpus is None:
+    count = plan.num_cuda_devices
+    if plan.engine.mode != HYBRID and plan.engine.gpus is None and count:
+        plan = plan.auto("gpus", ",".join(map(str, range(count))), f"all {count} CUDA device(s)")
+    elif plan.engine.mode != HYBRID and plan.engine.gpus is None:
         plan = plan.auto("gpus", CPU, "one CPU worker")
+    if plan.engine.gpus == NO_DEVICE:
+        return _no_device(plan)
+    numbers: list[int] = []
     for option in DEVICE_OPTIONS[plan.engine.mode]:
-        given = plan.resolved.value(option)
-        if given is None:
-            raise plan.refused(option, "nothing", f"devices such as 'cpu': mode {HYBRID} needs both kinds of workers")
-        names = [name.strip() for name in given.split(",")]
-        if option == "gpus" and names == [NO_DEVICE]:
-            return _no_device(plan)
-        odd = [name for name in names if name != CPU]
-        if odd:
-            raise plan.refused(
-                option, repr(odd[0]), "'cpu' or a list such as 'cpu,cpu': this version serves on CPUs only"
-            )
-        plan = plan.normalised(option, ",".join(names))
+        plan, own = _device_list(plan, option)
+        twice = sorted({number for number in own if [*numbers, *own].count(number) > 1})
+        if twice:
+            raise plan.refused(option, f"CUDA device {twice[0]} twice", "every CUDA device at most once")
+        numbers += own
+    if numbers and len(numbers) < plan.engine.num_workers:
+        option = DEVICE_OPTIONS[plan.engine.mode][-1]
+        raise plan.refused(option, repr(plan.resolved.value(option)), "either CUDA devices or 'cpu', not both")
+    if numbers:
+        return plan.auto("dtype", "bfloat16", "the devices are GPUs") if plan.engine.dtype == "auto" else plan
     if plan.engine.dtype == "auto":
         return plan.auto("dtype", "float32", "the devices are CPUs")
     if plan.engine.dtype not in CPU_DTYPES:
         raise plan.refused("dtype", repr(plan.engine.dtype), f"one of {', '.join(CPU_DTYPES)} on CPUs")
     return plan
+
+
+def _wants_cuda(plan: ServePlan) -> bool:
+    """The workers are to be on CUDA devices, as far as the options say."""
+    lists = [plan.resolved.value(option) for option in DEVICE_OPTIONS[plan.engine.mode]]
+    if lists == [None]:
+        return plan.num_cuda_devices > 0
+    return any(name.strip().isdigit() for names in lists if names is not None for name in names.split(","))
+
+
+def _device_list(plan: ServePlan, option: str) -> tuple[ServePlan, list[int]]:
+    """The option in its canonical spelling, and the numbers of its CUDA devices."""
+    given, count = plan.resolved.value(option), plan.num_cuda_devices
+    if given is None:
+        raise plan.refused(option, "nothing", f"devices such as 'cpu': mode {HYBRID} needs both kinds of workers")
+    names = [name.strip() for name in given.split(",")]
+    for name in names:
+        if name != CPU and not (name.isdigit() and int(name) < count):
+            there = f"CUDA devices 0 to {count - 1}" if count else "no CUDA device is there"
+            raise plan.refused(option, repr(name), f"'cpu', or the number of a CUDA device ({there})")
+    plan = plan.normalised(option, ",".join(str(int(name)) if name.isdigit() else name for name in names))
+    return plan, [int(name) for name in names if name != CPU]
 
 
 def _no_device(plan: ServePlan) -> ServePlan:
@@ -175,8 +220,8 @@ def _no_device(plan: ServePlan) -> ServePlan:
 def memory_and_budget(plan: ServePlan) -> ServePlan:
     """How many KV pages each worker gets."""
     longest = _pages_of(plan, plan.engine.max_model_len or 0)
-    if plan.engine.kv_max_pages is not None:
-        return plan
+    if plan.engine.kv_max_pages is not None or _wants_cuda(plan):
+        return plan  # a CUDA worker counts what is free on its device
     num_workers = plan.engine.num_workers
     page_bytes = plan.known_model.kv_bytes_per_token(ELEMENT_SIZE[plan.engine.dtype]) * plan.engine.kv_page_size
     available = plan.available_bytes()
@@ -196,6 +241,24 @@ def memory_and_budget(plan: ServePlan) -> ServePlan:
     return plan.auto("kv_max_pages", max(longest, within_share), why)
 
 
+def kernels_and_graphs(plan: ServePlan) -> ServePlan:
+    """How CUDA workers compute; what only they can do is refused elsewhere."""
+    engine = plan.engine
+    sizes = engine.cuda_graph_batch_sizes.split(",")
+    if not all(size.strip().isdigit() and int(size) > 0 for size in sizes):
+        raise plan.refused("cuda_graph_batch_sizes", repr(engine.cuda_graph_batch_sizes), "numbers such as 1,2,4,8")
+    layer, num_layers = engine.op_metrics_layer_id, plan.known_model.n_layers
+    if layer is not None and layer >= num_layers - 1:
+        raise plan.refused("op_metrics_layer_id", layer, f"0 to {num_layers - 2}: the last layer computes fewer rows")
+    if _wants_cuda(plan) or engine.gpus == NO_DEVICE:
+        return plan
+    if engine.enable_operation_metrics:
+        raise plan.refused("enable_operation_metrics", True, "false on CPUs: operations are measured on CUDA only")
+    if engine.attention_backend == "flashinfer":
+        raise plan.refused("attention_backend", "'flashinfer'", "auto or sdpa on CPUs")
+    return plan
+
+
 def network(plan: ServePlan) -> ServePlan:
     """An address that may be bound, a port that is free, and a key for those who join from elsewhere."""
     service = plan.service
@@ -212,7 +275,6 @@ def validate(plan: ServePlan) -> ServePlan:
     """What several options say together."""
     engine = plan.engine
     assert engine.max_model_len is not None
-    assert engine.kv_max_pages is not None
     if engine.max_model_len <= engine.block_length:
         raise OptionError(
             f"{plan.resolved.place('block_length')}: got {engine.block_length}, wanted less than max_model_len "
@@ -228,7 +290,7 @@ def validate(plan: ServePlan) -> ServePlan:
                 "max_gen_len", engine.max_gen_len, f"less than max_model_len, which is {engine.max_model_len}"
             )
     longest = _pages_of(plan, engine.max_model_len)
-    if engine.kv_max_pages < longest:
+    if engine.kv_max_pages is not None and engine.kv_max_pages < longest:
         raise plan.refused(
             "kv_max_pages",
             engine.kv_max_pages,
@@ -238,7 +300,15 @@ def validate(plan: ServePlan) -> ServePlan:
     return plan
 
 
-STAGES: tuple[Callable[[ServePlan], ServePlan], ...] = (mode, basics, devices, memory_and_budget, network, validate)
+STAGES: tuple[Callable[[ServePlan], ServePlan], ...] = (
+    mode,
+    basics,
+    devices,
+    memory_and_budget,
+    kernels_and_graphs,
+    network,
+    validate,
+)
 
 
 def check_sampling(resolved: Resolved) -> None:

@@ -27,13 +27,13 @@ def given(**flags: object) -> Resolved:
     return resolve(COMMAND_SECTIONS["serve"], {"scheduler_port": 0, **flags}, yaml_path=None, environment={})
 
 
-def resolved(*, free: int = 64 * GIB, **flags: object) -> Resolved:
-    return resolve_serve(given(**flags), available_bytes=lambda: free)
+def resolved(*, free: int = 64 * GIB, num_gpus: int = 0, **flags: object) -> Resolved:
+    return resolve_serve(given(**flags), available_bytes=lambda: free, num_cuda_devices=lambda: num_gpus)
 
 
-def refusal(**flags: Any) -> str:
+def refusal(*, num_gpus: int = 0, **flags: Any) -> str:
     with pytest.raises(DbenchError) as caught:
-        resolved(**flags)
+        resolved(num_gpus=num_gpus, **flags)
     assert caught.value.exit_code == 2
     assert "\n" not in str(caught.value)
     return str(caught.value)
@@ -87,7 +87,7 @@ def test_a_resolved_configuration_resolves_to_itself(tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
     path.write_text(first.to_yaml())
     again = resolve(COMMAND_SECTIONS["serve"], {}, yaml_path=path, environment={})
-    assert resolve_serve(again, available_bytes=lambda: GIB).sections == first.sections
+    assert resolve_serve(again, available_bytes=lambda: GIB, num_cuda_devices=lambda: 0).sections == first.sections
 
 
 def test_kv_pages_hold_a_full_batch_of_longest_canvases_where_memory_allows() -> None:
@@ -140,7 +140,7 @@ def test_explicit_kv_pages_below_one_canvas_are_refused_with_both_numbers() -> N
         ({"host": "no.such.host.invalid", "allow_insecure_bind": True}, "--host: got 'no.such.host.invalid' ("),
     ],
 )
-def test_impossible_value_is_refused_with_what_is_possible(flags: dict[str, object], line: str) -> None:
+def test_impossible_value_is_refused_with_what_is_possible(flags: dict[str, Any], line: str) -> None:
     assert refusal(**flags).startswith(line)
 
 
@@ -266,3 +266,32 @@ def test_workers_from_elsewhere_need_a_key() -> None:
         "--num-remote-workers: got 1, wanted 0, or a --worker-key with which they join "
         "(better as the variable DBENCH_WORKER_KEY)"
     )
+
+
+def test_cuda_devices_are_taken_where_there_are_any() -> None:
+    engine = resolved(num_gpus=2, model="embedded").section(EngineOptions)
+    assert (engine.gpus, engine.dtype, engine.kv_max_pages) == ("0,1", "bfloat16", None)
+    engine = resolved(num_gpus=2, model="embedded", gpus=" 1", dtype="float16").section(EngineOptions)
+    assert (engine.gpus, engine.dtype) == ("1", "float16")
+    assert resolved(num_gpus=2, gpus="cpu").section(EngineOptions).model == "embedded"
+
+
+def test_a_server_on_cuda_devices_wants_the_large_model_when_none_is_named() -> None:
+    assert "GSAI-ML/LLaDA-8B-Instruct" in refusal(num_gpus=1)
+
+
+@pytest.mark.parametrize(
+    ("flags", "wanted"),
+    [
+        ({"gpus": "2", "num_gpus": 2}, "CUDA devices 0 to 1"),
+        ({"gpus": "0"}, "no CUDA device is there"),
+        ({"gpus": "0,cpu", "num_gpus": 1}, "not both"),
+        ({"gpus": "0,0", "num_gpus": 1}, "at most once"),
+        ({"gpus": "0", "num_gpus": 1, "cuda_graph_batch_sizes": "1,two"}, "numbers such as"),
+        ({"gpus": "0", "num_gpus": 1, "op_metrics_layer_id": 5}, "0 to 4"),
+        ({"enable_operation_metrics": True}, "on CUDA only"),
+        ({"attention_backend": "flashinfer"}, "auto or sdpa"),
+    ],
+)
+def test_what_devices_cannot_do_is_refused(flags: dict[str, Any], wanted: str) -> None:
+    assert wanted in refusal(model="embedded", **flags)

@@ -133,6 +133,9 @@ def batch_frame(log: EventLog, window: Window) -> pd.DataFrame:
             "batch_token_throughput": throughput,
         }
     )
+    table["batch_op_attn_time"] = np.array([e.batch_op_attn_time for e in batches], dtype=np.float64)
+    table["batch_op_mlp_time"] = np.array([e.batch_op_mlp_time for e in batches], dtype=np.float64)
+    table["batch_op_qkv_time"] = np.array([e.batch_op_qkv_time for e in batches], dtype=np.float64)
     table = table.sort_values(["worker_id", "end_time"], kind="stable").reset_index(drop=True)
     table["inter_batch_delay"] = table["start_time"] - table.groupby("worker_id")["end_time"].shift()
     in_window = (table["end_time"] > 0) & (table["start_time"] < window.length_s)

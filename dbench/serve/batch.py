@@ -16,6 +16,7 @@ from torch import Tensor
 from dbench.serve.attention import AttentionLayout, SequenceLayout
 from dbench.serve.runner import Span
 from dbench.serve.sequence import BlockTask
+from dbench.serve.unmask import RULE_CODES
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +60,8 @@ class SlotTable:
         self.seed_S = torch.zeros(num_slots, dtype=torch.int64, device=device)
         self.temperature_S = torch.zeros(num_slots, dtype=torch.float32, device=device)
         self.parameter_S = torch.zeros(num_slots, dtype=torch.float32, device=device)
+        self.rule_S = torch.zeros(num_slots, dtype=torch.int32, device=device)
+        self.length_S = torch.ones(num_slots, dtype=torch.int64, device=device)
 
     def fill(self, slot: int, task: BlockTask, pages: tuple[int, ...]) -> None:
         """Give a free slot to a block: prompt as it is, masks after it, step 0."""
@@ -80,14 +83,20 @@ class SlotTable:
         parameter = task.sampling.parameter
         self.temperature_S[slot] = task.sampling.temperature
         self.parameter_S[slot] = 0.0 if parameter is None else parameter
+        self.rule_S[slot] = RULE_CODES[task.sampling.unmasking_strategy]
+        self.length_S[slot] = task.canvas_length
 
     def resume(self, slot: int, fixed: Mapping[int, int]) -> None:
         """What a refresh elsewhere has fixed in a slot's block, canvas position -> token id: step 0 is behind it."""
-        device = self.sizes.device
-        positions = torch.tensor([*fixed], dtype=torch.int64, device=device)
-        self.canvas_SC[slot, positions] = torch.tensor([*fixed.values()], dtype=torch.int64, device=device)
+        positions, token_ids = self._numbers([*fixed]), self._numbers([*fixed.values()])
+        self.canvas_SC[slot, positions] = token_ids.to(self.canvas_SC.dtype)
         self.masked_SL[slot, positions - self.block_start_S[slot]] = False
         self.step_S[slot] = 1
+
+    def _numbers(self, values: list[int]) -> Tensor:
+        """On the device; the host does not wait for it."""
+        is_cuda = self.sizes.device.type == "cuda"
+        return torch.tensor(values, dtype=torch.int64, pin_memory=is_cuda).to(self.sizes.device, non_blocking=True)
 
     def clear(self, slot: int) -> None:
         """Take the slot back; spans of it that follow are void."""

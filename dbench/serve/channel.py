@@ -101,7 +101,7 @@ class NcclBulk:
         options._timeout = timedelta(seconds=spec.timeout_s)
         self._timeout_s = spec.timeout_s
         self._peer = 1 - spec.rank
-        self._stream = torch.cuda.Stream(spec.device)  # type: ignore[no-untyped-call]
+        self._stream = torch.cuda.Stream(spec.device)
         self._group = _guarded(lambda: dist.ProcessGroupNCCL(spec.store, spec.rank, 2, options))
 
     def stream(self) -> AbstractContextManager[object]:

@@ -33,7 +33,8 @@ class Deployment:
     """So many of them, from the first, only refresh; 0 in colocated mode."""
     max_model_len: int
     max_gen_len: int | None
-    kv_max_pages: int
+    kv_max_pages: int | None
+    """None: each worker finds out for itself."""
     mask_token_id: int
     tokenizer: str
     served_model_name: str
@@ -64,6 +65,18 @@ class Deployment:
             max_prefill_tokens_per_batch=self.options.max_prefill_tokens_per_batch,
         )
 
+    @property
+    def most_refresh_tokens(self) -> int:
+        """Of a batch on any worker, but for a longer canvas."""
+        options = self.options
+        of_prefill = options.max_prefill_tokens_per_batch if options.mode == HYBRID else 0
+        return max(options.max_tokens_per_iteration, of_prefill)
+
+    def graph_batch_sizes(self) -> tuple[int, ...]:
+        """Sizes to capture: those given, up to the largest batch."""
+        sizes = {int(size) for size in self.options.cuda_graph_batch_sizes.split(",")}
+        return tuple(sorted(size for size in sizes if size <= self.options.max_batch_size))
+
     def model_fingerprint(self) -> str:
         """Equal on two hosts with one configuration and, as far as a look at the files tells, one content."""
         digest = hashlib.sha256(repr(self.model).encode())
@@ -88,7 +101,7 @@ def deployment_of(options: EngineOptions) -> Deployment:
         num_prefill=len(prefill),
         max_model_len=_resolved(options.max_model_len, "max_model_len"),
         max_gen_len=options.max_gen_len,
-        kv_max_pages=_resolved(options.kv_max_pages, "kv_max_pages"),
+        kv_max_pages=options.kv_max_pages,
         mask_token_id=_resolved(options.mask_id, "mask_id"),
         tokenizer=_resolved(options.tokenizer, "tokenizer"),
         served_model_name=_resolved(options.served_model_name, "served_model_name"),
@@ -105,7 +118,13 @@ def _devices(options: EngineOptions) -> tuple[tuple[str, ...], tuple[str, ...]]:
 
 
 def _names(devices: str) -> tuple[str, ...]:
-    return tuple(device.strip() for device in devices.split(","))
+    return tuple(device_name(gpu) for gpu in devices.split(","))
+
+
+def device_name(gpu: str) -> str:
+    """As torch names it: 'cpu' stays, '0' is 'cuda:0'."""
+    name = gpu.strip()
+    return f"cuda:{name}" if name.isdigit() else name
 
 
 def _resolved(value: V | None, name: str) -> V:

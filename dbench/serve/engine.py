@@ -15,7 +15,7 @@ from collections.abc import Callable
 from itertools import chain
 from operator import attrgetter
 
-from dbench.errors import RequestError
+from dbench.errors import DeviceLost, RequestError
 from dbench.events import Event
 from dbench.serve.engine_log import Depths, EngineLog
 from dbench.serve.engine_state import EngineLimits, InFlight, Interval, Plan, Queued, Sequence, StepReport
@@ -181,7 +181,7 @@ class Engine:
         try:
             self._attach(plan)
             return InFlight(plan, self._runner.launch(plan.spans))
-        except AssertionError:  # a broken rule of ours is no failure of the device
+        except (AssertionError, DeviceLost):  # a broken rule of ours, or a device that no batch can use any more
             raise
         except Exception as error:  # a device may fail in any way; it ends this batch, visibly
             self._fail(plan, error, at_launch=True)
@@ -191,7 +191,7 @@ class Engine:
         """Wait for a batch and take its results in, or end its blocks if it failed as a whole."""
         try:
             result = self._runner.collect(batch.ticket)
-        except AssertionError:  # as above
+        except (AssertionError, DeviceLost):  # as above
             raise
         except Exception as error:
             self._fail(batch.plan, error, at_launch=False)

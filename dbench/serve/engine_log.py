@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from dbench.events import BatchExecuted, Event, WorkerState
 from dbench.serve.engine_state import Interval, Plan
-from dbench.serve.runner import Phase, StepResult
+from dbench.serve.runner import Operation, Phase, StepResult
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +101,7 @@ class EngineLog:
         """Record a finished batch; `decoding_canvases` are the canvas lengths of its decode spans."""
         refresh_rows = sum(span.num_rows for span in plan.spans if span.phase is Phase.REFRESH)
         all_rows = sum(span.num_rows for span in plan.spans)
+        operations = result.operations or {}
         void_rows = sum(span.num_rows for span, got in zip(plan.spans, result.spans, strict=True) if got.void)
         self._batches.append(
             BatchExecuted(
@@ -115,6 +116,9 @@ class EngineLog:
                 batch_num_unmasked_tokens=sum(len(got.positions) for got in result.spans),
                 batch_decode_length_std=_population_std(decoding_canvases),
                 batch_sampling_time=result.sampling_s,
+                batch_op_attn_time=operations.get(Operation.ATTENTION),
+                batch_op_mlp_time=operations.get(Operation.MLP),
+                batch_op_qkv_time=operations.get(Operation.QKV),
             )
         )
 

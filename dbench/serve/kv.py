@@ -8,12 +8,41 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from dbench.serve.families import ModelConfig
+from dbench.serve.runner import Runner
+
+
+class PageStore(Protocol):
+    """The KV pages of a runner."""
+
+    @property
+    def num_layers(self) -> int: ...
+
+    @property
+    def page_bytes(self) -> int:
+        """Of one page in one layer."""
+
+    @property
+    def device(self) -> torch.device: ...
+
+    def read_pages(self, layer: int, pages: Sequence[int]) -> Tensor:
+        """A copy, one-dimensional uint8."""
+
+    def write_pages(self, layer: int, pages: Sequence[int], data: Tensor) -> None:
+        """The inverse of read_pages."""
+
+
+class KvRunner(Runner, Protocol):
+    """A runner whose pages can be sent and received."""
+
+    @property
+    def kv(self) -> PageStore: ...
 
 
 class KvPool:
@@ -25,6 +54,7 @@ class KvPool:
 
     def __init__(self, config: ModelConfig, *, num_pages: int, page_size: int, like: Tensor) -> None:
         """`like` gives number format and device."""
+        self.num_pages = num_pages
         shape = (config.n_layers, 2, num_pages + 1, page_size, config.n_kv_heads, config.head_dim)
         self._pool = _zeros(shape, like)
         self._slots = self._pool.flatten(2, 3)
@@ -59,6 +89,15 @@ class KvPool:
     def page_bytes(self) -> int:
         """Of one page in one layer, keys and values."""
         return 2 * math.prod(self._pool.shape[3:]) * self._pool.element_size()
+
+    def layer(self, number: int) -> Tensor:
+        """All places of one layer, [2, places, H, D]; the last place is nobody's."""
+        return self._slots[number]
+
+    @property
+    def last_place(self) -> int:
+        """Where rows go whose K and V nobody reads."""
+        return self._slots.shape[2] - 1
 
     def gather(self, layer: int, pages_N: Tensor, length: int) -> Tensor:
         """A copy of the first `length` keys and values of the pages: [2, length, H, D]."""

@@ -9,7 +9,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import closing
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Protocol
@@ -19,6 +19,7 @@ from torch import Tensor
 
 from dbench.errors import ChannelBroken
 from dbench.serve.channel import RECEIVER, SENDER, Channel, meet
+from dbench.serve.kv import PageStore
 from dbench.serve.sequence import BlockKey, Refreshed, RefreshTimes
 
 ALIVE_SHARE = 4
@@ -26,26 +27,6 @@ MAX_ALIVE_S = 1.0
 """A sender is silent for at most so long, and one part in ALIVE_SHARE of the timeout."""
 
 logger = logging.getLogger(__name__)
-
-
-class PageStore(Protocol):
-    """The KV pages of a runner."""
-
-    @property
-    def num_layers(self) -> int: ...
-
-    @property
-    def page_bytes(self) -> int:
-        """Of one page in one layer."""
-
-    @property
-    def device(self) -> torch.device: ...
-
-    def read_pages(self, layer: int, pages: Sequence[int]) -> Tensor:
-        """A copy, one-dimensional uint8."""
-
-    def write_pages(self, layer: int, pages: Sequence[int], data: Tensor) -> None:
-        """The inverse of read_pages."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,7 +45,8 @@ from dbench.serve.worker import (
 from dbench.serve.worker_stream import WorkerStream
 
 if TYPE_CHECKING:
-    from dbench.serve.transfer import KvRunner, Transfer
+    from dbench.serve.kv import KvRunner
+    from dbench.serve.transfer import Transfer
 
 CUDA = "cuda:"
 FIRST_PAUSE_S = 1.0
@@ -231,7 +232,7 @@ class RemoteWorker:
             return self._loaded
         self._unload()
         deployment = deployment_on_this_host(welcome, self._config.model)
-        runner = load_runner(deployment, self._config.device, self._config.num_threads)
+        runner, deployment = load_runner(deployment, self._config.device, self._config.num_threads)
         self._loaded = Loaded(welcome.engine, welcome.model_fingerprint, deployment, runner)
         return self._loaded
 

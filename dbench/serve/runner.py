@@ -21,6 +21,16 @@ class Phase(StrEnum):
     DECODE = "decode"
 
 
+class Operation(StrEnum):
+    """What a forward pass spends its time on, where that is measured."""
+
+    QKV = "qkv"
+    """The projection of queries, keys and values, with rotary positions and the page write."""
+    ATTENTION = "attn"
+    MLP = "mlp"
+    """With the normalisation before it."""
+
+
 @dataclass(frozen=True, slots=True)
 class Span:
     """The rows that one sequence contributes to a batch."""
@@ -59,7 +69,11 @@ class StepResult:
     launched_s: float
     completed_s: float
     sampling_s: float
-    """Seconds spent in choosing tokens and positions."""
+    """Seconds spent in choosing tokens and positions, the LM head included on CUDA."""
+    device_s: float | None = None
+    """Seconds that the device worked on the batch, where it has a clock of its own."""
+    operations: Mapping[Operation, float] | None = None
+    """Seconds of all layers, in a batch that was sampled for them."""
 
 
 class LayerWatcher(Protocol):

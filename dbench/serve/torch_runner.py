@@ -44,7 +44,8 @@ class RunnerConfig:
     dtype: str
     device: str
     seed: int
-    num_pages: int
+    num_pages: int | None
+    """None, on CUDA only: as many as fit."""
     page_size: int
     num_slots: int
     block_length: int
@@ -62,6 +63,7 @@ def build_runner(config: RunnerConfig) -> TorchRunner:
             f"mask id {config.mask_token_id} is outside the vocabulary of {model_config.vocab_size} in "
             f"{config.model_dir}; give one with --mask-id"
         )
+    assert config.num_pages is not None, "the number of pages is known on CPUs"
     max_canvas = min(model_config.max_sequence_length, config.num_pages * config.page_size)
     if max_canvas <= config.block_length:
         raise OptionError(

@@ -11,33 +11,24 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 from torch import Tensor
 
+from dbench.serve.kv import PageStore
 from dbench.serve.kv_links import (
     Dropped,
     Finished,
     Outgoing,
-    PageStore,
     ReceivingLink,
     SendingLink,
     TransferConfig,
     WrittenLayer,
 )
-from dbench.serve.runner import Runner
 from dbench.serve.sequence import BlockKey, Refreshed
 from dbench.serve.transit import KvArrived, KvFailed, KvNews, KvSent
 
 CLOSE_TIMEOUT_S = 3.0
 """For links that receive: a sender that is alive says so before."""
-
-
-class KvRunner(Runner, Protocol):
-    """A runner whose pages can be sent and received."""
-
-    @property
-    def kv(self) -> PageStore: ...
 
 
 @dataclass(frozen=True, slots=True)

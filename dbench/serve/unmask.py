@@ -214,6 +214,9 @@ RULES: dict[str, Rule] = {
 }
 """A key of UNMASKING_RULES -> the rule."""
 
+RULE_CODES = {"conf_threshold": 0, "conf_quota": 1, "conf_dynamic": 2, "random": 3, "entropy": 4, "margin": 5}
+"""A key of UNMASKING_RULES -> what a kernel that mixes rules knows it by."""
+
 
 def choose(strategies: Sequence[str], rows: Candidates) -> Tensor:
     """Apply to every block its own rule: bool [B, L], the rows to fix."""

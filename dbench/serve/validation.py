@@ -22,12 +22,13 @@ class RequestLimits:
     max_model_len: int
     """Longest canvas."""
     vocabulary_size: int
-    kv_max_pages: int
+    kv_max_pages: int | None
+    """None: not known yet."""
     kv_page_size: int
 
     @property
-    def pool_tokens(self) -> int:
-        return self.kv_max_pages * self.kv_page_size
+    def pool_tokens(self) -> float:
+        return math.inf if self.kv_max_pages is None else self.kv_max_pages * self.kv_page_size
 
     def num_masks(self, gen_length: int) -> int:
         """Masks of the canvas of a request."""

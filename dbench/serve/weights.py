@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -24,6 +25,8 @@ from dbench.serve.families import FAMILIES, ModelConfig
 LOAD_FORMATS = ("auto", "random")
 INDEX_NAME = "model.safetensors.index.json"
 NAMES_SHOWN = 4
+FLOAT_FORMATS = ("BF16", "F16", "F32")
+"""What safetensors calls the number formats that are read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +137,10 @@ def _targets(config: ModelConfig, weights: Weights) -> dict[str, Tensor]:
 
 
 def _fill_at_random(config: ModelConfig, targets: Mapping[str, Tensor], seed: int) -> None:
-    """Norms 1, all else normal(0, init_std), each tensor from a generator of its own, so that order does not matter."""
+    """Norms 1, all else normal(0, init_std), each tensor from a generator of its own, so that order does not matter.
+
+    Drawn on the device, where 8 billion numbers take a second: CPUs and GPUs get different ones from one seed.
+    """
     names = FAMILIES[config.family].tensors
     norms = {names.final_norm, names.attn_norm, names.mlp_norm}
     for name, target in targets.items():
@@ -143,8 +149,11 @@ def _fill_at_random(config: ModelConfig, targets: Mapping[str, Tensor], seed: in
             target.fill_(1.0)
             continue
         digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
-        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
-        target.copy_(torch.empty(target.shape).normal_(0.0, config.init_std, generator=generator))
+        generator = torch.Generator(target.device).manual_seed(int.from_bytes(digest[:8], "big") >> 1)
+        if target.is_cuda:
+            target.normal_(0.0, config.init_std, generator=generator)
+        else:
+            target.copy_(torch.empty(target.shape).normal_(0.0, config.init_std, generator=generator))
 
 
 def _checkpoint_files(directory: Path) -> list[Path]:
@@ -153,9 +162,12 @@ def _checkpoint_files(directory: Path) -> list[Path]:
     if not index.is_file():
         return sorted(directory.glob("*.safetensors"))
     try:
-        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        names = sorted({str(name) for name in weight_map.values()})
     except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
         raise ModelError(f"{index}: no readable weight_map: {error!r}; download the file again") from error
+    if not names:
+        raise ModelError(f"{index}: its weight_map names no file; download the file again")
     missing = [name for name in names if not (directory / name).is_file()]
     if missing:
         raise ModelError(f"{directory}: shards missing: {_few(missing)}; download them again")
@@ -171,20 +183,36 @@ def _fill_from_files(files: Iterable[Path], targets: Mapping[str, Tensor]) -> No
                 shards[path] = stack.enter_context(safe_open(path, framework="pt"))
             except (OSError, SafetensorError) as error:
                 raise ModelError(f"{path}: not a safetensors file: {error}; download it again") from error
-        found = {name: path for path, shard in shards.items() for name in shard.keys()}  # noqa: SIM118
+        found: dict[str, Path] = {}
         directory = next(iter(shards)).parent
+        for path, shard in shards.items():
+            for name in shard.keys():  # noqa: SIM118
+                if name in found:
+                    raise ModelError(
+                        f"{directory}: {name} is both in {found[name].name} and in {path.name}; leave only one of them"
+                    )
+                found[name] = path
         for kind, names in (("missing", targets.keys() - found.keys()), ("unknown", found.keys() - targets.keys())):
             if names:
                 raise ModelError(f"{directory}: {len(names)} {kind} tensors: {_few(sorted(names))}")
-        wrong = []
-        for name, target in targets.items():
-            shape = tuple(shards[found[name]].get_slice(name).get_shape())
-            if shape != tuple(target.shape):
-                wrong.append(f"{name} is {list(shape)}, wanted {list(target.shape)}")
-        if wrong:
-            raise ModelError(f"{directory}: {len(wrong)} tensors do not fit config.json: {_few(wrong)}")
+        _check_tensors(directory, {name: shards[path].get_slice(name) for name, path in found.items()}, targets)
         for name, target in targets.items():
             target.copy_(shards[found[name]].get_tensor(name))
+
+
+def _check_tensors(directory: Path, tensors: Mapping[str, Any], targets: Mapping[str, Tensor]) -> None:
+    """Raises ModelError for shapes that are not those of config.json, and for numbers that are no floats."""
+    wrong = []
+    for name, target in targets.items():
+        shape, dtype = tuple(tensors[name].get_shape()), tensors[name].get_dtype()
+        if shape != tuple(target.shape):
+            wrong.append(f"{name} is {list(shape)}, wanted {list(target.shape)}")
+        elif dtype not in FLOAT_FORMATS:
+            wrong.append(
+                f"{name} is {dtype}, wanted one of {', '.join(FLOAT_FORMATS)} (quantised weights are not read)"
+            )
+    if wrong:
+        raise ModelError(f"{directory}: {len(wrong)} tensors do not fit config.json: {_few(wrong)}")
 
 
 def _few(names: list[str]) -> str:

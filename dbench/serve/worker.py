@@ -14,6 +14,8 @@ import signal
 import sys
 import time
 from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from dbench.errors import DbenchError, RequestError, ServerUnavailable, WorkerRefused, one_line
@@ -31,7 +33,9 @@ from dbench.serve.wire_link import CancelBlock, Drain, Fatal, Hello, Ready, Rese
 from dbench.serve.worker_stream import BlockArrived, Incoming, Report, StreamEnded, WorkerStream
 
 if TYPE_CHECKING:
-    from dbench.serve.transfer import KvRunner, Transfer
+    from dbench.serve.kv import KvRunner
+    from dbench.serve.torch_runner import RunnerConfig
+    from dbench.serve.transfer import Transfer
 
 SWITCH_INTERVAL_S = 0.0005
 """Python's default of 5 ms, for which a busy I/O thread may hold up the engine, is a whole decode step."""
@@ -153,30 +157,66 @@ class WorkerLoop:
         return refused
 
 
-def load_runner(deployment: Deployment, device: str, num_threads: int) -> KvRunner:
-    """Load the model and run one forward pass. Raises ModelError or OptionError."""
-    from dbench.serve.torch_runner import RunnerConfig, build_runner
+def load_runner(deployment: Deployment, device: str, num_threads: int) -> tuple[KvRunner, Deployment]:
+    """Load the model and run it once; the deployment then has the number of KV pages.
+
+    Raises ModelError, OptionError or ServerStartError.
+    """
+    from dbench.serve.torch_runner import RunnerConfig
 
     options = deployment.options
-    runner = build_runner(
-        RunnerConfig(
-            model_dir=deployment.model_dir,
-            load_format=options.load_format,
-            dtype=options.dtype,
-            device=device,
-            seed=options.server_seed,
-            num_pages=deployment.kv_max_pages,
-            page_size=options.kv_page_size,
-            num_slots=options.max_batch_size,
-            block_length=options.block_length,
-            mask_token_id=deployment.mask_token_id,
-            num_threads=num_threads,
-        )
+    config = RunnerConfig(
+        model_dir=deployment.model_dir,
+        load_format=options.load_format,
+        dtype=options.dtype,
+        device=device,
+        seed=options.server_seed,
+        num_pages=deployment.kv_max_pages,
+        page_size=options.kv_page_size,
+        num_slots=options.max_batch_size,
+        block_length=options.block_length,
+        mask_token_id=deployment.mask_token_id,
+        num_threads=num_threads,
     )
-    runner.warm_up()
+    runner, num_pages = _load_on_cuda(config, deployment) if device.startswith("cuda") else _load_on_cpu(config)
+    if options.profile_dir is not None:
+        from dbench.serve.profiled_runner import ProfiledRunner
+
+        runner = ProfiledRunner(runner, Path(options.profile_dir), device)
     gc.collect()
     gc.freeze()
-    return runner
+    return runner, replace(deployment, kv_max_pages=num_pages)
+
+
+def _load_on_cpu(config: RunnerConfig) -> tuple[KvRunner, int]:
+    from dbench.serve.torch_runner import build_runner
+
+    assert config.num_pages is not None, "a CPU worker is told its number of KV pages"
+    runner = build_runner(config)
+    runner.warm_up()
+    return runner, config.num_pages
+
+
+def _load_on_cuda(config: RunnerConfig, deployment: Deployment) -> tuple[KvRunner, int]:
+    from dbench.serve.cuda_build import CudaSettings, build_cuda_runner
+
+    options = deployment.options
+    measured_layer = options.op_metrics_layer_id
+    if measured_layer is None:
+        measured_layer = deployment.model.n_layers // 2
+    runner = build_cuda_runner(
+        config,
+        CudaSettings(
+            max_model_len=deployment.max_model_len,
+            max_tokens_per_iteration=deployment.most_refresh_tokens,
+            cache_mode=options.cache_mode,
+            attention_backend=options.attention_backend,
+            gpu_memory_utilization=options.gpu_memory_utilization,
+            graph_batch_sizes=deployment.graph_batch_sizes() if options.enable_cuda_graphs else (),
+            measured_layer=measured_layer if options.enable_operation_metrics else None,
+        ),
+    )
+    return runner, runner.num_pages
 
 
 class EagerTransfer:
@@ -209,6 +249,7 @@ def new_transfer(welcome: Welcome, deployment: Deployment, runner: KvRunner, str
 
 def new_engine(welcome: Welcome, deployment: Deployment, runner: Runner, transfer: Transfer | None) -> Engine:
     """An engine on top of a runner whose slots and pages are all free."""
+    assert deployment.kv_max_pages is not None, "the runner was loaded"
     pages = PagePool(deployment.kv_max_pages, deployment.options.kv_page_size)
     limits = deployment.engine_limits(refresh_only=welcome.kind == PREFILL)
     return Engine(runner, pages, limits, worker_id=welcome.worker_id, transfer=transfer)
@@ -226,6 +267,7 @@ def wait_for_welcome(stream: WorkerStream) -> Welcome:
 
 
 def ready(deployment: Deployment) -> Ready:
+    assert deployment.kv_max_pages is not None, "the runner was loaded"
     return Ready(deployment.kv_max_pages, deployment.options.kv_page_size, deployment.max_model_len)
 
 
@@ -233,7 +275,7 @@ def run_worker(config: WorkerConfig, stream: WorkerStream) -> None:
     """Load, report ready, and work until drained. Raises DbenchError, or whatever broke the engine."""
     welcome = wait_for_welcome(stream)
     deployment = deployment_of(welcome.engine)
-    runner = load_runner(deployment, config.device, config.num_threads)
+    runner, deployment = load_runner(deployment, config.device, config.num_threads)
     try:
         transfer = new_transfer(welcome, deployment, runner, stream)
         engine = new_engine(welcome, deployment, runner, transfer)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import random
 from collections import deque
 from dataclasses import dataclass, field
-from itertools import count
 
 from dbench.serve.engine import Engine
 from dbench.serve.engine_state import EngineLimits
@@ -119,7 +118,8 @@ class World:
         self.broken: set[int] = set()
         self.mail: list[tuple[int, int, int, BlockKey, Refreshed]] = []
         self._hybrid, self._script, self._overlap = hybrid, script, overlap
-        self._num_seen = count()
+        self._unheard: list[int] = []
+        """Links that have broken, and one end has yet to notice."""
         self._seen = 0
         self.workers: dict[int, WorldWorker] = {}
         for worker_id in self.rig.fleet.workers:
@@ -180,8 +180,11 @@ class World:
         return True
 
     def break_link(self, sender_id: int, receiver_id: int, *, deaf_id: int | None = None) -> None:
-        """Whatever was on its way between the two is lost, and both of them hear of it, or one alone."""
-        self._break(self.rig.fleet.links.of(sender_id, receiver_id), deaf_id)
+        """Whatever was on its way between the two is lost; one of them may notice long after the other."""
+        epoch = self.rig.fleet.links.of(sender_id, receiver_id)
+        self._break(epoch, deaf_id)
+        if deaf_id is not None:
+            self._unheard.append(epoch)
 
     def kill(self, worker_id: int) -> None:
         """A worker dies in the middle of whatever it does, and is started again."""
@@ -231,8 +234,11 @@ class World:
             moves = self.random.sample(sorted(self.workers), len(self.workers))
             moved = [self.step(worker_id) for worker_id in moves if self.random.random() < 0.8]
             moved.append(self.random.random() < 0.7 and self.deliver())
-            if not any(moved) and not any(self.step(worker_id) for worker_id in moves) and not self.deliver():
+            if any(moved) or any(self.step(worker_id) for worker_id in moves) or self.deliver():
+                continue
+            if not self._unheard:
                 return
+            self._break(self._unheard.pop())
         raise AssertionError(f"not at rest after {limit} rounds")
 
     def check(self) -> None:

@@ -88,6 +88,7 @@ class ThreadWorker:
         self, server: ServerInThisProcess, worker_id: int | None, script: FakeScript, instance: str = ""
     ) -> None:
         self.error: BaseException | None = None
+        assert server.deployment.kv_max_pages is not None
         self.num_pages = server.deployment.kv_max_pages
         self._deployment = server.deployment
         self.drain_timeout_s = DEADLINE_S

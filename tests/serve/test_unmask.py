@@ -149,7 +149,7 @@ def test_sampling_follows_the_softmax_at_its_temperature() -> None:
     assert shares == pytest.approx(wanted, abs=0.03)
 
 
-class LargestTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class LargestTensors(TorchDispatchMode):
     """Watches every tensor that is made: the most elements of each number format."""
 
     def __init__(self) -> None:

@@ -142,6 +142,17 @@ def test_a_broken_index_is_named(tmp_path: Path, text: str) -> None:
         load(directory)
 
 
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [('{"weight_map": {}}', r"names no file"), ('{"weight_map": {"a": 3}}', r"shards missing: 3")],
+)
+def test_an_index_that_names_no_shards_is_refused(tmp_path: Path, text: str, wanted: str) -> None:
+    directory = write_checkpoint(tmp_path, tiny_tensors())
+    (directory / "model.safetensors.index.json").write_text(text)
+    with pytest.raises(ModelError, match=wanted):
+        load(directory)
+
+
 def test_a_directory_without_weights_says_so(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, {}, num_shards=1)
     (tmp_path / "model.safetensors").unlink()
@@ -177,3 +188,20 @@ def test_random_weights_depend_on_seed_and_name_only(tmp_path: Path) -> None:
 
 def test_the_embedded_model_holds_about_five_million_weights() -> None:
     assert 4_500_000 < sum(tensor.numel() for tensor in all_of(load(find_model("embedded")))) < 5_500_000
+
+
+def test_quantised_weights_are_refused_by_their_number_format(tmp_path: Path) -> None:
+    tensors = tiny_tensors()
+    tensors[f"{LAYER}q_proj.weight"] = tensors[f"{LAYER}q_proj.weight"].to(torch.int8)
+    with pytest.raises(ModelError, match=r"blocks\.1\.q_proj\.weight is I8, wanted one of BF16, F16, F32"):
+        load(write_checkpoint(tmp_path, tensors))
+
+
+def test_a_tensor_in_two_files_is_refused_with_both(tmp_path: Path) -> None:
+    directory = write_checkpoint(tmp_path, tiny_tensors(), 1)
+    shard = next(directory.glob("*.safetensors"))
+    for index in directory.glob("*.index.json"):
+        index.unlink()
+    (directory / "other.safetensors").write_bytes(shard.read_bytes())
+    with pytest.raises(ModelError, match=rf"is both in {shard.name} and in other\.safetensors"):
+        load(directory)

@@ -1,0 +1,218 @@
+"""The forward pass of LLaDA-like transformers on CUDA: the arithmetic of `model.py` in reserved memory.
+
+Shapes: T packed rows, B spans, L block length, R = B x L block rows, E d_model, H query heads, K KV heads,
+X = H + 2 K heads side by side, D head dim, F heads x head dim, M MLP hidden size, V vocabulary.
+
+Short spans (a block) come first and attend over their pages; long spans (a whole canvas) come after them and attend
+among their own rows. Nothing here waits for the device or takes memory from it, so a pass over short spans alone can
+be captured in a graph.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dbench.serve.families import ModelConfig
+from dbench.serve.kernels.attention import LaunchShape, SpanAttention, SpanKeys, Tiling, choose_tiling
+from dbench.serve.kernels.elementwise import Rotary, rms_norm, silu_times
+from dbench.serve.kernels.layout import RowBuffers
+from dbench.serve.kv import KvPool
+from dbench.serve.op_marks import NO_MARKS, Marks
+from dbench.serve.refresh_attention import RefreshAttention
+from dbench.serve.runner import Operation
+from dbench.serve.weights import LayerWeights, Weights
+
+
+@dataclass(frozen=True, slots=True)
+class BatchShape:
+    """How the rows of a launch divide into spans."""
+
+    num_short: int
+    """Spans of `short_rows` rows each; they come first."""
+    short_rows: int
+    long_lengths: tuple[int, ...]
+    """Rows of each long span."""
+
+    @property
+    def num_spans(self) -> int:
+        return self.num_short + len(self.long_lengths)
+
+    @property
+    def num_short_rows(self) -> int:
+        return self.num_short * self.short_rows
+
+    @property
+    def num_rows(self) -> int:
+        return self.num_short_rows + sum(self.long_lengths)
+
+
+@dataclass(frozen=True, slots=True)
+class PassSizes:
+    """The largest pass: what memory is reserved for."""
+
+    num_rows: int
+    num_spans: int
+    block_length: int
+    short_rows: int
+    longest_canvas: int
+    page_size: int
+
+
+class Workspace:
+    """Every intermediate result of a pass, once."""
+
+    def __init__(self, config: ModelConfig, sizes: PassSizes, like: Tensor) -> None:
+        def room(*shape: int) -> Tensor:
+            return torch.empty(shape, dtype=like.dtype, device=like.device)
+
+        rows, block_rows = sizes.num_rows, sizes.num_spans * sizes.block_length
+        self.x_TE = room(rows, config.d_model)
+        self.normed_TE = room(rows, config.d_model)
+        self.qkv_TXD = room(rows, config.n_heads + 2 * config.n_kv_heads, config.head_dim)
+        self.attended_TF = room(rows, config.n_heads * config.head_dim)
+        self.gate_up_TM = room(rows, 2 * config.mlp_hidden_size)
+        self.gated_TM = room(rows, config.mlp_hidden_size)
+        self.x_RE = room(block_rows, config.d_model)
+        self.normed_RE = room(block_rows, config.d_model)
+        self.q_RF = room(block_rows, config.n_heads * config.head_dim)
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceBatch:
+    """What a pass reads of its launch, and the pages that it reads and writes."""
+
+    rows: RowBuffers
+    slots_B: Tensor
+    """int32, one per span and longer."""
+    pages_SN: Tensor
+    length_S: Tensor
+    kv: KvPool
+
+
+class CudaModel:
+    """Weights, and room for one pass at a time on one device."""
+
+    def __init__(self, config: ModelConfig, weights: Weights, refresh: RefreshAttention, sizes: PassSizes) -> None:
+        device = weights.embedding_VE.device
+        self.weights = weights
+        self._config, self._refresh, self._sizes = config, refresh, sizes
+        self._room = Workspace(config, sizes, weights.embedding_VE)
+        self._attention = SpanAttention(config.n_heads, config.n_kv_heads, config.head_dim)
+        self._tilings: dict[tuple[int, int], Tiling] = {}
+        for rows in {sizes.short_rows, sizes.block_length}:
+            for num_spans in range(1, sizes.num_spans + 1):
+                tiling = choose_tiling(self._launch_shape(num_spans, rows), device)
+                self._attention.reserve(num_spans, rows, tiling, device)
+                self._tilings[num_spans, rows] = tiling
+        half = torch.arange(0, config.head_dim, 2, dtype=torch.float32, device=device)
+        frequencies = 1.0 / config.rope_theta ** (half / config.head_dim)
+        positions = torch.arange(max(sizes.longest_canvas, sizes.short_rows), dtype=torch.float32, device=device)
+        angles = positions.unsqueeze(1) * frequencies
+        self._rotary = Rotary(angles.cos(), angles.sin(), config.n_heads, config.n_kv_heads)
+
+    def forward(self, shape: BatchShape, batch: DeviceBatch, marks: Marks = NO_MARKS) -> None:
+        """Write K and V of every row; `hidden` then has the states of every span's block rows.
+
+        The refresh attention has been planned for the long spans.
+        """
+        room, weights, rows, num_rows = self._room, self.weights, batch.rows, shape.num_rows
+        x_TE = room.x_TE[:num_rows]
+        torch.index_select(weights.embedding_VE, 0, rows.token_ids_T[:num_rows], out=x_TE)
+        for number, layer in enumerate(weights.layers[:-1]):
+            marks.enter(number)
+            self._normalise(x_TE, layer.attn_norm_E, room.normed_TE)
+            marks.begin(Operation.QKV)
+            self._project_qkv(number, layer, batch, num_rows)
+            marks.end(Operation.QKV)
+            marks.written(number)
+            marks.begin(Operation.ATTENTION)
+            self._attend(shape, number, batch)
+            marks.end(Operation.ATTENTION)
+            self._finish_layer(x_TE, room.attended_TF[:num_rows], layer, room.normed_TE, marks)
+        self._last_layer(shape, batch, marks)
+
+    def hidden(self, num_rows: int) -> Tensor:
+        """The normalised hidden states of the last pass's block rows, [R, E]; they hold until the next pass."""
+        return self._room.normed_RE[:num_rows]
+
+    def logits(self, x_RE: Tensor, out_RV: Tensor) -> None:
+        """[R, E] -> [R, V] in the model's number format."""
+        torch.mm(x_RE, self.weights.lm_head_VE.t(), out=out_RV)
+
+    def _project_qkv(self, number: int, layer: LayerWeights, batch: DeviceBatch, num_rows: int) -> None:
+        rows, qkv_TXD = batch.rows, self._room.qkv_TXD[:num_rows]
+        torch.mm(self._room.normed_TE[:num_rows], layer.qkv_FE.t(), out=qkv_TXD.flatten(1))
+        self._rotary.turn_and_store(qkv_TXD, layer.qkv_bias_F, rows.positions_T, rows.places_T, batch.kv.layer(number))
+
+    def _attend(self, shape: BatchShape, number: int, batch: DeviceBatch) -> None:
+        config, room, num_short_rows = self._config, self._room, shape.num_short_rows
+        heads, key_end = config.n_heads, config.n_heads + config.n_kv_heads
+        if shape.num_short:
+            q_RHD = room.qkv_TXD[:num_short_rows, :heads]
+            self._attend_pages(q_RHD, shape.num_short, number, batch, room.attended_TF[:num_short_rows])
+        if shape.long_lengths:
+            qkv_TXD = room.qkv_TXD[num_short_rows : shape.num_rows]
+            out_THD = room.attended_TF[num_short_rows : shape.num_rows].unflatten(1, (heads, config.head_dim))
+            self._refresh.run(qkv_TXD[:, :heads], qkv_TXD[:, heads:key_end], qkv_TXD[:, key_end:], out_THD)
+
+    def _attend_pages(self, q_RHD: Tensor, num_spans: int, number: int, batch: DeviceBatch, out_RF: Tensor) -> None:
+        keys = SpanKeys(batch.slots_B[:num_spans], batch.pages_SN, batch.length_S, self._sizes.page_size)
+        tiling = self._tilings[num_spans, len(q_RHD) // num_spans]
+        self._attention.run(q_RHD, batch.kv.layer(number), keys, tiling, out_RF)
+
+    def _last_layer(self, shape: BatchShape, batch: DeviceBatch, marks: Marks) -> None:
+        """All rows get keys and values; the rest is computed for the block rows alone."""
+        rows, config, room, layer = batch.rows, self._config, self._room, self.weights.layers[-1]
+        number, num_rows, num_spans = config.n_layers - 1, shape.num_rows, shape.num_spans
+        num_block_rows, query_width = num_spans * self._sizes.block_length, config.n_heads * config.head_dim
+        bias_F = layer.qkv_bias_F
+        normed_TE = room.normed_TE[:num_rows]
+        self._normalise(room.x_TE[:num_rows], layer.attn_norm_E, normed_TE)
+        kv_TF = room.qkv_TXD.flatten(1).flatten()[: num_rows * 2 * config.n_kv_heads * config.head_dim]
+        kv_TF = kv_TF.view(num_rows, -1)
+        torch.mm(normed_TE, layer.qkv_FE[query_width:].t(), out=kv_TF)
+        kv_TXD = kv_TF.unflatten(1, (2 * config.n_kv_heads, config.head_dim))
+        self._rotary.turn_and_store(kv_TXD, bias_F, rows.positions_T, rows.places_T, batch.kv.layer(number))
+        marks.written(number)
+
+        block_rows_R = rows.block_rows_BL[:num_spans].flatten()
+        x_RE, normed_RE = room.x_RE[:num_block_rows], room.normed_RE[:num_block_rows]
+        q_RF, attended_RF = room.q_RF[:num_block_rows], room.attended_TF[:num_block_rows]
+        torch.index_select(room.x_TE[:num_rows], 0, block_rows_R, out=x_RE)
+        torch.index_select(normed_TE, 0, block_rows_R, out=normed_RE)
+        torch.mm(normed_RE, layer.qkv_FE[:query_width].t(), out=q_RF)
+        q_RHD = q_RF.unflatten(1, (config.n_heads, config.head_dim))
+        self._rotary.turn_queries(q_RHD, bias_F, rows.block_positions_BL[:num_spans].flatten())
+        self._attend_pages(q_RHD, num_spans, number, batch, attended_RF)
+        self._finish_layer(x_RE, attended_RF, layer, normed_RE, NO_MARKS)
+        self._normalise(x_RE, self.weights.final_norm_E, normed_RE)
+
+    def _finish_layer(
+        self, x_TE: Tensor, attended_TF: Tensor, layer: LayerWeights, normed_TE: Tensor, marks: Marks
+    ) -> None:
+        """Add attention output and MLP to the residual stream, in place."""
+        room, num_rows = self._room, len(x_TE)
+        gate_up_TM, gated_TM = room.gate_up_TM[:num_rows], room.gated_TM[:num_rows]
+        x_TE.addmm_(attended_TF, layer.attn_out_EF.t())
+        marks.begin(Operation.MLP)
+        self._normalise(x_TE, layer.mlp_norm_E, normed_TE)
+        torch.mm(normed_TE[:num_rows], layer.gate_up_ME.t(), out=gate_up_TM)
+        silu_times(gate_up_TM, gated_TM)
+        x_TE.addmm_(gated_TM, layer.mlp_out_EM.t())
+        marks.end(Operation.MLP)
+
+    def _normalise(self, x_TE: Tensor, weight_E: Tensor, out_TE: Tensor) -> None:
+        rms_norm(x_TE, weight_E, self._config.rms_norm_eps, out_TE[: len(x_TE)])
+
+    def _launch_shape(self, num_spans: int, num_rows: int) -> LaunchShape:
+        config = self._config
+        return LaunchShape(
+            num_spans=num_spans,
+            queries=num_rows * config.n_heads // config.n_kv_heads,
+            kv_heads=config.n_kv_heads,
+            bytes_per_key_head=config.head_dim * self.weights.embedding_VE.element_size(),
+            longest=self._sizes.longest_canvas,
+        )
