@@ -122,6 +122,9 @@ class Worker:
     def has_pages_for(self, canvas_length: int) -> bool:
         return self._pages(canvas_length) <= self.num_free_pages
 
+    def can_ever_hold(self, canvas_length: int) -> bool:
+        return self.capacity is None or self._pages(canvas_length) <= self.capacity.pages_total
+
     def assign(self, key: BlockKey, assignment: Assignment) -> None:
         assert key not in self.assignments, f"worker {self.worker_id} already holds {key}"
         self.assignments[key] = assignment
@@ -319,6 +322,11 @@ class Fleet:
 
     def ready(self, kind: str) -> list[Worker]:
         return [worker for worker in self.in_phase(WorkerPhase.READY) if worker.kind == kind]
+
+    def of_kind(self, kind: str) -> list[Worker]:
+        """Those that are ready or may become so."""
+        hopeful = self.in_phase(WorkerPhase.READY, WorkerPhase.STARTING, WorkerPhase.AWAITED)
+        return [worker for worker in hopeful if worker.kind == kind]
 
     def find_hanging(self, now_s: float, timeout_s: float) -> list[tuple[int, str]]:
         """Workers of which too little is heard, and what; to be called every second or so.

@@ -127,6 +127,9 @@ class HybridPlacer:
 
     def place(self, tracked: TrackedRequest, *, others_wait: bool) -> Placement | None:
         rules, canvas = self._rules, tracked.shape.canvas_length
+        too_small = self._too_small(canvas)
+        if too_small is not None:
+            return Placement(too_small, too_small)
         refreshers = self._with_room(PREFILL, tracked)
         if refreshers:
             loads = [worker.load() for worker in refreshers]
@@ -153,6 +156,17 @@ class HybridPlacer:
 
     def request_ended(self, tracked: TrackedRequest) -> None:
         """Nothing is kept for a whole request."""
+
+    def _too_small(self, canvas_length: int) -> Worker | None:
+        """A worker to say that its kind can never hold such a canvas, which would wait for ever, and others behind it;
+        None while one may come that can.
+        """
+        kinds = (COLOCATED,) if self._rules.overflow else (PREFILL, COLOCATED)
+        for kind in kinds:
+            ready = self._fleet.ready(kind)
+            if ready and not any(worker.can_ever_hold(canvas_length) for worker in self._fleet.of_kind(kind)):
+                return ready[0]
+        return None
 
     def _with_room(self, kind: str, tracked: TrackedRequest) -> list[Worker]:
         """Ready workers of a kind that are not overloaded and have pages for the canvas."""

@@ -225,6 +225,16 @@ def test_pending_blocks_go_strictly_in_the_order_of_submission() -> None:
     assert [tracked.status for tracked in (long, short)] == [Status.PREFILLING, Status.PENDING]
 
 
+@pytest.mark.parametrize("overflow", [True, False])
+def test_a_canvas_that_no_worker_can_ever_hold_goes_to_one_that_says_so(overflow: bool) -> None:
+    rig = hybrid_rig(num_colocated=1, num_pages=10, overflow=overflow)
+    tracked, behind = tokens(rig, 44), tokens(rig, 20)
+    worker_id, task = next((w, t) for w, t in rig.tasks() if t.key == tracked.key)
+    rig.progress(worker_id, failed(task, "a canvas of 44 tokens needs 11 KV pages, the worker has 10", Fault.OWN))
+    assert tracked.status is Status.ERROR
+    assert behind.status is Status.PREFILLING
+
+
 # ---- overflow -----------------------------------------------------------------------------------
 
 

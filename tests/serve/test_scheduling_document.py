@@ -114,9 +114,10 @@ def hybrid_placer(rows: list[Row], *, overflow: bool) -> HybridPlacer:
     fleet = Fleet(FleetRules(["cpu"] * len(rows), num_prefill=num_prefill))
     for row, worker in zip(rows, fleet.workers.values(), strict=True):
         assert (row["worker"], row["kind"]) == (str(worker.worker_id), worker.kind)
-        worker.become_ready("cpu", 1, Ready(int(row["free pages"]), 16, 100_000), 0.0)
+        worker.become_ready("cpu", 1, Ready(1000, 16, 100_000), 0.0)
         tokens = int(row["outstanding prefill tokens"])
-        worker.assign(BlockKey("x", 0, 0), Assignment(0, 0.0, 0.0, tokens))
+        taken = 16 * (1000 - int(row["free pages"]))
+        worker.assign(BlockKey("x", 0, 0), Assignment(taken, 0.0, 0.0, tokens))
     states = RouteState(random.Random(0)), RouteState(random.Random(0))
     rules = HybridRules(
         HYBRID_PREFILL_ROUTES["least_outstanding_prefill_tokens"],
