@@ -29,6 +29,8 @@ dist: Any = torch.distributed
 SENDER, RECEIVER = 0, 1
 """Ranks."""
 NCCL_POLL_S = 0.0002
+STORE_POLL_S = 0.002
+SENDER_IS_HERE = "sender is here"
 MAX_REASON = 200
 """Characters."""
 
@@ -165,14 +167,43 @@ class Channel:
         self._small.close()
 
 
-def meet(meeting_address: str, name: str, rank: int, timeout_s: float, device: torch.device) -> Channel:
-    """The channel of this name; waits until both its ends have come. Raises ChannelBroken."""
-    host, _, port = meeting_address.rpartition(":")
-    host = host.strip("[]")
-    timeout = timedelta(seconds=timeout_s)
-    store = _guarded(lambda: dist.TCPStore(host, int(port), None, False, timeout, wait_for_workers=False))
-    spec = ChannelSpec(dist.PrefixStore(name, store), rank, timeout_s, _own_address(host, int(port)), device)
-    return Channel(spec)
+@dataclass(frozen=True, slots=True)
+class MeetingPoint:
+    """Where two workers meet, as one of them sees it."""
+
+    address: str
+    """host:port of the store."""
+    timeout_s: float
+    device: torch.device
+
+
+def meet(meeting: MeetingPoint, name: str, rank: int, is_wanted: Callable[[], bool] = lambda: True) -> Channel:
+    """The channel of this name; waits until both its ends have come. Raises ChannelBroken, or what `is_wanted` does.
+
+    A receiver waits for its sender without a limit while `is_wanted` says that nothing is to come.
+    """
+    timeout_s = meeting.timeout_s
+    host, _, port = meeting.address.rpartition(":")
+    host, timeout = host.strip("[]"), timedelta(seconds=timeout_s)
+    everybody = _guarded(lambda: dist.TCPStore(host, int(port), None, False, timeout, wait_for_workers=False))
+    store = dist.PrefixStore(name, everybody)
+    if rank == SENDER:
+        _guarded(lambda: store.set(SENDER_IS_HERE, ""))
+    else:
+        _await_sender(store, timeout_s, is_wanted)
+    return Channel(ChannelSpec(store, rank, timeout_s, _own_address(host, int(port)), meeting.device))
+
+
+def _await_sender(store: Any, timeout_s: float, is_wanted: Callable[[], bool]) -> None:
+    """Its address would be out of date if a receiver that was given up on had left its own first."""
+    late_s = time.monotonic() + timeout_s
+    while not _guarded(lambda: store.check([SENDER_IS_HERE])):
+        now_s = time.monotonic()
+        if not is_wanted():
+            late_s = now_s + timeout_s
+        elif now_s > late_s:
+            raise ChannelBroken(f"it did not come within {timeout_s:g} s")
+        time.sleep(STORE_POLL_S)
 
 
 def _own_address(host: str, port: int) -> str:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from dbench.errors import ChannelBroken
-from dbench.serve.channel import RECEIVER, SENDER, Channel, meet
+from dbench.serve.channel import RECEIVER, SENDER, Channel, MeetingPoint, meet
 from dbench.serve.kv import PageStore
 from dbench.serve.sequence import BlockKey, Refreshed, RefreshTimes
 
@@ -37,8 +37,12 @@ class TransferConfig:
     meeting_address: str
     timeout_s: float
 
-    def meet(self, epoch: int, rank: int, device: torch.device) -> Channel:
-        return meet(self.meeting_address, f"kv-{epoch}", rank, self.timeout_s, device)
+    def meeting(self, device: torch.device) -> MeetingPoint:
+        return MeetingPoint(self.meeting_address, self.timeout_s, device)
+
+
+def _name(epoch: int) -> str:
+    return f"kv-{epoch}"
 
 
 @dataclass(slots=True, eq=False)
@@ -86,6 +90,9 @@ class LinkOwner(Protocol):
     @property
     def is_closing(self) -> bool: ...
 
+    def expects(self, epoch: int) -> bool:
+        """Something is to come over this link."""
+
     def sent(self, block: Outgoing) -> None:
         """Its end is out: nothing of it is needed here any more."""
 
@@ -109,6 +116,8 @@ class SendingLink:
         self._owner = owner
         self._receiver_id = receiver_id
         self._epoch = epoch
+        self.broken = ""
+        """Why nothing can go over it any more; guarded by the lock of its owner."""
         self.jobs: queue.SimpleQueue[WrittenLayer | Finished | Dropped | None] = queue.SimpleQueue()
         self.thread = threading.Thread(target=self._run, name=f"kv-to-{receiver_id}", daemon=True)
 
@@ -118,7 +127,8 @@ class SendingLink:
     def _run(self) -> None:
         owner = self._owner
         try:
-            with closing(owner.config.meet(self._epoch, SENDER, owner.store.device)) as channel:
+            meeting = owner.config.meeting(owner.store.device)
+            with closing(meet(meeting, _name(self._epoch), SENDER)) as channel:
                 self._serve(channel)
         except ChannelBroken as error:
             reason = f"KV transfer to worker {self._receiver_id}: {error}"
@@ -129,7 +139,6 @@ class SendingLink:
             return
         logger.warning("%s", reason)
         owner.sending_failed(self, reason)
-        self._refuse_the_rest(reason)
 
     def _serve(self, channel: Channel) -> None:
         alive_s = min(MAX_ALIVE_S, self._owner.config.timeout_s / ALIVE_SHARE)
@@ -175,12 +184,6 @@ class SendingLink:
         channel.send({"kind": "end", "key": asdict(block.key), "refreshed": refreshed})
         self._owner.sent(block)
 
-    def _refuse_the_rest(self, reason: str) -> None:
-        """Blocks may still be told to go over this link, until the scheduler knows; they fail at once."""
-        while (job := self.jobs.get()) is not None:
-            if not isinstance(job, Dropped):
-                self._owner.sending_failed(self, reason)
-
 
 class ReceivingLink:
     """Takes in what one sender sends, until the channel ends."""
@@ -200,7 +203,8 @@ class ReceivingLink:
     def _run(self) -> None:
         owner = self._owner
         try:
-            with closing(owner.config.meet(self.epoch, RECEIVER, owner.store.device)) as channel:
+            meeting = owner.config.meeting(owner.store.device)
+            with closing(meet(meeting, _name(self.epoch), RECEIVER, self._is_wanted)) as channel:
                 while not owner.is_closing:
                     self._take(channel, channel.receive())
             return
@@ -211,6 +215,11 @@ class ReceivingLink:
             reason = f"KV transfer from worker {self._sender_id}: {type(error).__name__}: {error}"
         logger.debug("%s", reason)
         owner.receiving_failed(self, reason)
+
+    def _is_wanted(self) -> bool:
+        if self._owner.is_closing:
+            raise ChannelBroken("this worker ends")
+        return self._owner.expects(self.epoch)
 
     def _take(self, channel: Channel, header: dict[str, Any]) -> None:
         """Raises ValueError, KeyError or TypeError for a message that makes no sense."""

@@ -75,12 +75,16 @@ class Transfer:
             if epoch not in self._sending:
                 self._sending[epoch] = SendingLink(self, receiver_id, epoch)
                 self._sending[epoch].start()
-            block.link = self._sending[epoch]
+            block.link = link = self._sending[epoch]
             for layer in block.written:
-                block.link.jobs.put(layer)
+                link.jobs.put(layer)
             block.written.clear()
             if block.refreshed is not None:
-                block.link.jobs.put(Finished(block))
+                link.jobs.put(Finished(block))
+            if link.broken:
+                self._forget_outgoing(key)
+        if link.broken:
+            self._tell(KvFailed(key, link.broken))
 
     # ---- for the runner ----
 
@@ -157,6 +161,10 @@ class Transfer:
     def store(self) -> PageStore:
         return self._store
 
+    def expects(self, epoch: int) -> bool:
+        with self._writing:
+            return any(block.epoch == epoch for block in self._incoming.values())
+
     def sent(self, block: Outgoing) -> None:
         """Its END is out: nothing of it is needed here any more."""
         with self._lock:
@@ -180,6 +188,7 @@ class Transfer:
 
     def sending_failed(self, link: SendingLink, reason: str) -> None:
         with self._lock:
+            link.broken = reason  # blocks that are to go over it from now on find it
             keys = [block.key for block in self._outgoing.values() if block.link is link]
             for key in keys:
                 self._forget_outgoing(key)

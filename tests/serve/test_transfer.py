@@ -18,7 +18,7 @@ import torch
 
 from dbench.errors import ChannelBroken
 from dbench.models import embedded_directory
-from dbench.serve.channel import RECEIVER, SENDER, meet
+from dbench.serve.channel import RECEIVER, SENDER, MeetingPoint, meet
 from dbench.serve.families import read_model_config
 from dbench.serve.kv import KvPool
 from dbench.serve.kv_links import TransferConfig
@@ -31,6 +31,7 @@ MODEL = read_model_config(embedded_directory())
 NUM_PAGES, PAGE_SIZE = 8, 4
 KEY, OTHER = BlockKey("a", 0, 0), BlockKey("b", 3, 1)
 EPOCHS = count(1)
+CPU = torch.device("cpu")
 SHORT_S, STOPPED_S, LONG_S = 1.0, 3.0, 30.0
 
 
@@ -229,7 +230,7 @@ def test_a_sender_that_goes_away_ends_what_was_to_come_from_it(address: str) -> 
 def test_a_silent_peer_is_an_end_too(address: str) -> None:
     def be_silent() -> None:
         with pytest.raises(ChannelBroken):
-            meet(address, f"kv-{epoch}", SENDER, SHORT_S, torch.device("cpu")).receive()
+            meet(MeetingPoint(address, SHORT_S, CPU), f"kv-{epoch}", SENDER).receive()
 
     epoch = next(EPOCHS)
     receiver = End(1, address, SHORT_S, 1)
@@ -252,6 +253,37 @@ def test_an_idle_link_outlives_the_timeout(address: str) -> None:
         sender.transfer.finish(0, refreshed(1))
         assert isinstance(receiver.next(), KvArrived)
         time.sleep(2 * SHORT_S)
+    sender.transfer.close()
+
+
+def test_a_receiver_that_expects_nothing_waits_for_its_sender_as_long_as_it_takes(address: str) -> None:
+    sender, receiver = End(0, address, LONG_S, 0), End(1, address, SHORT_S, 1)
+    epoch = next(EPOCHS)
+    receiver.transfer.expect(KEY, 0, epoch, (3,))
+    receiver.transfer.drop(KEY)
+    time.sleep(2 * SHORT_S)
+    receiver.transfer.expect(OTHER, 0, epoch, (3,))
+    sender.transfer.announce(OTHER)
+    sender.transfer.begin(0, OTHER, (2,))
+    sender.transfer.send(OTHER, 1, epoch)
+    sender.write_layers(0)
+    sender.transfer.finish(0, refreshed(1))
+    assert isinstance(receiver.next(), KvArrived)
+    sender.transfer.close()
+
+
+def test_a_sender_that_never_comes_ends_what_was_to_come_from_it(address: str) -> None:
+    receiver = End(1, address, SHORT_S, 1)
+    receiver.transfer.expect(KEY, 0, next(EPOCHS), (3,))
+    assert receiver.next() == KvFailed(KEY, "KV transfer from worker 0: it did not come within 1 s")
+
+
+def test_a_block_that_is_to_go_over_a_broken_link_fails_at_once(address: str) -> None:
+    sender, epoch = End(0, address, SHORT_S, 0), next(EPOCHS)
+    for key in (KEY, OTHER):
+        sender.transfer.announce(key)
+        sender.transfer.send(key, 1, epoch)
+        assert isinstance(sender.next(), KvFailed)
     sender.transfer.close()
 
 
@@ -335,9 +367,9 @@ def test_headers_come_as_they_were_sent(address: str) -> None:
     header = {"kind": "end", "key": {"request_id": "ä", "block_index": 1, "attempt": 2}, "numbers": [1.5, None]}
 
     def send() -> None:
-        meet(address, name, SENDER, LONG_S, torch.device("cpu")).send(header)
+        meet(MeetingPoint(address, LONG_S, CPU), name, SENDER).send(header)
 
     peer = threading.Thread(target=send)
     peer.start()
-    assert meet(address, name, RECEIVER, LONG_S, torch.device("cpu")).receive() == header
+    assert meet(MeetingPoint(address, LONG_S, CPU), name, RECEIVER).receive() == header
     peer.join()

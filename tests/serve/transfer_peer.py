@@ -13,7 +13,7 @@ import time
 import torch
 
 from dbench.models import embedded_directory
-from dbench.serve.channel import RECEIVER, SENDER, meet
+from dbench.serve.channel import RECEIVER, SENDER, MeetingPoint, meet
 from dbench.serve.families import read_model_config
 
 MODEL = read_model_config(embedded_directory())
@@ -25,7 +25,8 @@ def main() -> None:
     address, epoch, timeout_s, role = sys.argv[1:]
     print("loaded", flush=True)
     rank = SENDER if role == "send" else RECEIVER
-    channel = meet(address, f"kv-{epoch}", rank, float(timeout_s), torch.device("cpu"))
+    meeting = MeetingPoint(address, float(timeout_s), torch.device("cpu"))
+    channel = meet(meeting, f"kv-{epoch}", rank)
     if role == "send":
         num_bytes = 2 * PAGE_SIZE * MODEL.n_kv_heads * MODEL.head_dim * 4
         channel.send({"kind": "layer", "key": KEY, "layer": 0, "num_pages": 1})
