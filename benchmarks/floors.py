@@ -7,6 +7,7 @@ head for masked rows alone. `reachable` adds what every row must read and write 
 
 from __future__ import annotations
 
+import time
 from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -26,10 +27,16 @@ MAX_LAYERS_TIMED = 8
 """Enough matrices in turn that none stays in the cache."""
 
 
+SETTLE_S = 0.25
+"""A device under load lowers its clocks after some tenths of a second; a floor is timed at those."""
+
+
 def seconds_of(step: Callable[[], object], repeats: int = 10) -> float:
-    """Median time of one call on the device."""
-    for _ in range(3):
+    """Median time of one call on a device that has been at it for SETTLE_S."""
+    started_s = time.monotonic()
+    while time.monotonic() - started_s < SETTLE_S:
         step()
+        torch.cuda.synchronize()
     events = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
     events[0].record()
     for event in events[1:]:

@@ -148,14 +148,15 @@ def idle_share(events: Sequence[BatchExecuted]) -> float:
 class Memory:
     """Samples of what server and workers hold: host bytes, and bytes in use on the devices."""
 
-    def __init__(self, server_pid: int) -> None:
+    def __init__(self, server_pid: int, gpus: str) -> None:
+        self._gpus = gpus
         self._server = psutil.Process(server_pid)
         self.samples: list[tuple[float, int, int]] = []
 
     async def watch(self) -> None:
         started_s = time.monotonic()
         while True:
-            self.samples.append((time.monotonic() - started_s, self._host(), device_bytes()))
+            self.samples.append((time.monotonic() - started_s, self._host(), device_bytes(self._gpus)))
             await asyncio.sleep(SAMPLE_S)
 
     def _host(self) -> int:
@@ -172,14 +173,14 @@ class Memory:
         return {"host_growth": last[1] / first[1] - 1, "device_growth": last[2] / first[2] - 1, "host_bytes": last[1]}
 
 
-def device_bytes() -> int:
-    command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+def device_bytes(gpus: str) -> int:
+    command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits", "-i", gpus]
     lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
     return sum(int(line) for line in lines) << 20
 
 
 def arrivals(qps: float, count: int) -> list[float]:
-    """Times of Poisson arrivals: the committed gaps, which have a mean of 1, over the rate."""
+    """Times of Poisson arrivals: the committed gaps over the rate. Those of the first 40 to 600 have a mean near 1."""
     gaps = [float(line) for line in (HERE / "gaps_poisson.csv").read_text(encoding="utf-8").split()[1:]]
     times: list[float] = (np.cumsum([0.0, *gaps[: count - 1]]) / qps).tolist()
     return times
@@ -214,14 +215,15 @@ class Bench:
             warm = [replace(some[0], index=-1, gen_length=BLOCK_LENGTH)] * (2 * len(self.arguments.gpus.split(",")))
             await send_all(target, warm, [0.0] * len(warm))
             await target.reset_metrics()
-            memory = Memory(pid)
+            memory = Memory(pid, self.arguments.gpus)
             watch = asyncio.create_task(memory.watch())
             timed = await send_all(target, some, due)
             watch.cancel()
             events = [event async for event in target.export_events() if isinstance(event, BatchExecuted)]
         num_devices = len(self.arguments.gpus.split(","))
         found = summary(name, timed, events, floor_of(some, per_step, self.floors, self.shift) / num_devices)
-        found |= {"tokens_per_step": per_step, "offered_qps": qps}
+        offered = (count - 1) / due[-1] if due[-1] > 0 else None  # the gaps drawn, not the rate they were drawn for
+        found |= {"tokens_per_step": per_step, "nominal_qps": qps, "offered_qps": offered}
         if name == "soak":
             found |= memory.growth_after(60.0)
         return found
@@ -233,6 +235,7 @@ def main() -> None:
     parser.add_argument("--gpus", default="0")
     parser.add_argument("--scenarios", nargs="*", default=["alone", "at-once", "open-loop"])
     parser.add_argument("--requests", type=int, default=32, help="of the list, at once")
+    parser.add_argument("--per-step", type=int, nargs="*", default=[1, 4], help="tokens per step, at once")
     parser.add_argument("--qps", type=float, default=0.65)
     parser.add_argument("--open-loop-requests", type=int, default=48)
     parser.add_argument("--soak-qps", type=float, default=1.4)
@@ -245,7 +248,7 @@ def main() -> None:
     bench = Bench(arguments)
     plans: dict[str, list[tuple[int, int, float | None]]] = {
         "alone": [(1, 1, None)],
-        "at-once": [(1, arguments.requests, None), (4, arguments.requests, None)],
+        "at-once": [(per_step, arguments.requests, None) for per_step in arguments.per_step],
         "open-loop": [(1, arguments.open_loop_requests, arguments.qps)],
         "soak": [(1, int(arguments.soak_qps * arguments.soak_seconds), arguments.soak_qps)],
     }

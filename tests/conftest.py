@@ -5,6 +5,10 @@ from __future__ import annotations
 import os
 
 import pytest
+from hypothesis import settings
+
+settings.register_profile("dbench", deadline=None)  # a time limit says how busy the machine is
+settings.load_profile("dbench")
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 """Before torch is imported: threads that spin for each other make tiny tensors many times slower on busy cores."""

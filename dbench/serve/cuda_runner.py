@@ -162,8 +162,8 @@ class CudaRunner:
         self._spans = torch.zeros(4, sizes.num_spans + 1, dtype=torch.int32, device=device)
         self._rows = row_buffers(sizes.num_rows, sizes.num_spans, sizes.block_length, device)
         self._staging = [Staging(sizes.num_spans, sizes.block_length) for _ in range(NUM_IN_FLIGHT)]
-        self._graphs = DecodeGraphs()
-        self._marked_graphs = DecodeGraphs()
+        self._graphs = DecodeGraphs(sizes.short_rows)
+        self._marked_graphs = DecodeGraphs(sizes.short_rows)
         self._graph_marks: dict[int, LayerMarks] = {}
         self._measured_layer: int | None = None
         self._clock = DeviceClock()

@@ -5,24 +5,36 @@ A batch is padded to the next captured size with spans of a slot of their own, w
 
 from __future__ import annotations
 
-import logging
+import time
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 
-logger = logging.getLogger(__name__)
+LAUNCH_MARGIN = 1.5
+"""The device must be this much slower than the host that launches pass after pass, so that it never waits."""
+TILE_ROWS = 128
+"""Rows that a matrix product computes together: padding within them is free."""
+NUM_TIMED = 3
 
 
 class DecodeGraphs:
-    """Graphs of one pass by number of spans; every graph shares one memory pool."""
+    """Graphs of one pass by number of spans; every graph shares one memory pool.
 
-    def __init__(self) -> None:
+    A large batch between two sizes is better launched without a graph: padding costs the device more than launching
+    costs the host, which is ahead of it.
+    """
+
+    def __init__(self, rows_per_span: int) -> None:
+        self._rows_per_span = rows_per_span
         self._sizes: list[int] = []
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        self._device_s: dict[int, float] = {}
+        self._launch_s = 0.0
 
     def capture(self, sizes: Sequence[int], run: Callable[[int], object]) -> None:
-        """Capture `run(num_spans)` for every size, the largest first. `run` must have run before, uncaptured."""
+        """Capture `run(num_spans)` for every size, the largest first, and time both ways to launch it."""
         pool = torch.cuda.graph_pool_handle()
         for size in sorted(set(sizes), reverse=True):
             run(size)  # whatever is compiled or reserved at the first call of a size
@@ -31,13 +43,47 @@ class DecodeGraphs:
             with torch.cuda.graph(graph, pool=pool):
                 run(size)
             self._graphs[size] = graph
+            self._device_s[size] = _device_seconds(graph.replay)
+            self._launch_s = max(self._launch_s, _host_seconds(partial(run, size)))
         self._sizes = sorted(self._graphs)
 
     def size_for(self, num_spans: int) -> int | None:
-        """The smallest captured size that holds so many spans; None if none does."""
+        """The captured size to pad a batch to; None: better or only to be launched without a graph."""
         place = bisect_left(self._sizes, num_spans)
-        return self._sizes[place] if place < len(self._sizes) else None
+        if place == len(self._sizes):
+            return None
+        size = self._sizes[place]
+        if self._tiles(size) == self._tiles(num_spans) or place == 0:
+            return size
+        least_device_s = self._device_s[self._sizes[place - 1]]
+        return None if least_device_s > LAUNCH_MARGIN * self._launch_s else size
 
     def replay(self, size: int) -> None:
         """Launch a captured pass; does not wait for the device."""
         self._graphs[size].replay()
+
+    def _tiles(self, num_spans: int) -> int:
+        return -(-num_spans * self._rows_per_span // TILE_ROWS)
+
+
+def _device_seconds(replay: Callable[[], None]) -> float:
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    replay()
+    begin.record()
+    for _ in range(NUM_TIMED):
+        replay()
+    end.record()
+    end.synchronize()
+    return float(begin.elapsed_time(end)) / 1e3 / NUM_TIMED
+
+
+def _host_seconds(launch: Callable[[], object]) -> float:
+    """The fastest of a few launches, the device being idle before each."""
+    taken = []
+    for _ in range(NUM_TIMED):
+        torch.cuda.synchronize()
+        started_s = time.monotonic()
+        launch()
+        taken.append(time.monotonic() - started_s)
+    torch.cuda.synchronize()
+    return min(taken)

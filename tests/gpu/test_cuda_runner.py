@@ -9,11 +9,14 @@ from pathlib import Path
 
 import pytest
 
+from dbench.load.tasks import held_out
 from dbench.models import embedded_directory
+from dbench.serve.chat import Message
 from dbench.serve.engine import Engine
 from dbench.serve.families import read_model_config
 from dbench.serve.pages import PagePool
 from dbench.serve.sequence import SamplingParameters
+from dbench.serve.tokenizer import load_tokenizer
 from tests.serve.decoding import NUM_PAGES, PAGE_SIZE, Job, decode_all, engine_on, limits_for
 from tests.serve.test_same_tokens import BLOCK_LENGTH, decode, different_jobs, engine
 
@@ -22,7 +25,13 @@ pytestmark = pytest.mark.gpu
 
 @contextmanager
 def cuda_engine(
-    directory: Path, *, dtype: str = "float32", overlap: bool = True, graphs: bool = True, backend: str = "auto"
+    directory: Path,
+    *,
+    dtype: str = "float32",
+    overlap: bool = True,
+    graphs: bool = True,
+    backend: str = "auto",
+    measured_layer: int | None = None,
 ) -> Iterator[Engine]:
     from dbench.serve.cuda_build import CudaSettings, build_cuda_runner
     from dbench.serve.torch_runner import RunnerConfig
@@ -51,7 +60,7 @@ def cuda_engine(
             attention_backend=backend,
             gpu_memory_utilization=0.5,
             graph_batch_sizes=(1, 2, 4, 8, 16) if graphs else (),
-            measured_layer=None,
+            measured_layer=measured_layer,
         ),
     )
     with engine_on(runner, limits, PagePool(NUM_PAGES, PAGE_SIZE)) as made:
@@ -100,3 +109,48 @@ def test_random_mixed_workloads_leave_all_pages_free() -> None:
             ]
             decode_all(on_gpu, jobs, BLOCK_LENGTH)  # the engine checks its pages when it goes idle
             assert not any(job.error for job in jobs)
+
+
+def test_the_embedded_model_answers_as_well_as_on_the_cpu() -> None:
+    tokenizer = load_tokenizer(embedded_directory())
+    problems = held_out(42, 70)
+    rule = SamplingParameters("conf_threshold", confidence_threshold=0.9)
+    jobs = [
+        Job(tokenizer.encode_chat([Message("user", problem.prompt)]), 64, rule, ignore_eos=False)
+        for problem in problems
+    ]
+    with cuda_engine(embedded_directory(), dtype="bfloat16", backend="sdpa") as on_gpu:
+        decode_all(on_gpu, jobs, BLOCK_LENGTH)
+    answers = [tokenizer.decode(job.ids).strip() for job in jobs]
+    assert sum(given == problem.answer for given, problem in zip(answers, problems, strict=True)) >= 63
+
+
+def test_a_batch_without_memory_fails_alone(cpu_tokens: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    from dbench.serve.cuda_model import CudaModel
+
+    with cuda_engine(embedded_directory(), graphs=False) as on_gpu:
+
+        def no_memory(*_: object, **__: object) -> None:
+            raise torch.OutOfMemoryError("out of memory")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(CudaModel, "forward", no_memory)
+            failed = different_jobs(2)
+            decode_all(on_gpu, failed, BLOCK_LENGTH)
+        assert all("batch failed: OutOfMemoryError" in job.error for job in failed)
+        assert decode(on_gpu, different_jobs(16)) == cpu_tokens
+
+
+def test_one_launch_in_sixteen_is_measured_by_operation() -> None:
+    from dbench.events import BatchExecuted
+
+    with cuda_engine(embedded_directory(), measured_layer=2) as on_gpu:
+        decode_all(on_gpu, different_jobs(16), BLOCK_LENGTH)
+        batches = [event for event in on_gpu.take_events() if isinstance(event, BatchExecuted)]
+    measured = [batch for batch in batches if batch.batch_op_attn_time is not None]
+    assert len(batches) / 16 - 2 <= len(measured) <= len(batches) / 16 + 2
+    for batch in measured:
+        parts = (batch.batch_op_attn_time, batch.batch_op_mlp_time, batch.batch_op_qkv_time)
+        assert all(part is not None and 0 < part < 1 for part in parts)

@@ -121,6 +121,54 @@ def _attend(
     return mixed, total, new_largest
 
 
+@triton.jit
+def _attend_to_chunk(
+    q, key_ptr, value_ptr, pages_ptr, head_at, first_key, end, scale_log2, place_stride,
+    BLOCK_M: tl.constexpr, D: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
+    VALUES_FIRST: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Weighted sum of the values from `first_key` to `end`, sum of the weights, and the largest score."""
+    largest = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    mixed = tl.zeros([BLOCK_M, D], tl.float32)
+    whole_end = first_key + (end - first_key) // BLOCK_N * BLOCK_N
+    page = tl.load(pages_ptr + _keys(first_key, end, BLOCK_N) // PAGE_SIZE).to(tl.int64)
+    for first in range(first_key, whole_end, BLOCK_N):
+        next_page = tl.load(pages_ptr + _keys(first + BLOCK_N, end, BLOCK_N) // PAGE_SIZE).to(tl.int64)
+        mixed, total, largest = _attend(
+            q, key_ptr, value_ptr, head_at, page, first, end, scale_log2, place_stride, mixed, total, largest,
+            PAGE_SIZE, BLOCK_N, False, VALUES_FIRST, PRECISION,
+        )  # fmt: skip
+        page = next_page  # a step early, so that keys need not wait for it
+    if whole_end < end:
+        mixed, total, largest = _attend(
+            q, key_ptr, value_ptr, head_at, page, whole_end, end, scale_log2, place_stride, mixed, total, largest,
+            PAGE_SIZE, BLOCK_N, True, VALUES_FIRST, PRECISION,
+        )  # fmt: skip
+    return mixed, total, largest
+
+
+@triton.jit
+def _combined(
+    part_ptr, part_lse_ptr, part_at, num_parts, PART_STRIDE: tl.constexpr, BLOCK_M: tl.constexpr, D: tl.constexpr,
+):  # fmt: skip
+    """Attention over all keys from that over each chunk and the logarithm of its weights' sum."""
+    column = tl.arange(0, D)
+    largest = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    mixed = tl.zeros([BLOCK_M, D], tl.float32)
+    for number in range(num_parts):
+        there = part_at + number * PART_STRIDE
+        lse = tl.load(part_lse_ptr + there, cache_modifier=".cg")  # not from a cache that other processors leave stale
+        piece = tl.load(part_ptr + there[:, None] * D + column[None, :], cache_modifier=".cg")
+        new_largest = tl.maximum(largest, lse)
+        weight, fade = tl.exp2(lse - new_largest), tl.exp2(largest - new_largest)
+        mixed = mixed * fade[:, None] + piece * weight[:, None]
+        total = total * fade + weight
+        largest = new_largest
+    return mixed / total[:, None]
+
+
 @triton.jit(do_not_specialize=["num_chunks"])
 def _span_attention_kernel(
     q_ptr, key_ptr, value_ptr, pages_ptr, slots_ptr, lengths_ptr, out_ptr, part_ptr, part_lse_ptr, counter_ptr,
@@ -149,25 +197,10 @@ def _span_attention_kernel(
         q_ptr + row.to(tl.int64)[:, None] * q_stride + q_head[:, None] * D + column[None, :],
         mask=has_query[:, None], other=0.0,
     )  # fmt: skip
-    largest = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
-    mixed = tl.zeros([BLOCK_M, D], tl.float32)
-    pages_ptr += slot * pages_stride
-    head_at = head * D + column
-    whole_end = first_key + (end - first_key) // BLOCK_N * BLOCK_N
-    page = tl.load(pages_ptr + _keys(first_key, end, BLOCK_N) // PAGE_SIZE).to(tl.int64)
-    for first in range(first_key, whole_end, BLOCK_N):
-        next_page = tl.load(pages_ptr + _keys(first + BLOCK_N, end, BLOCK_N) // PAGE_SIZE).to(tl.int64)
-        mixed, total, largest = _attend(
-            q, key_ptr, value_ptr, head_at, page, first, end, scale_log2, place_stride, mixed, total, largest,
-            PAGE_SIZE, BLOCK_N, False, VALUES_FIRST, PRECISION,
-        )  # fmt: skip
-        page = next_page  # a step early, so that keys need not wait for it
-    if whole_end < end:
-        mixed, total, largest = _attend(
-            q, key_ptr, value_ptr, head_at, page, whole_end, end, scale_log2, place_stride, mixed, total, largest,
-            PAGE_SIZE, BLOCK_N, True, VALUES_FIRST, PRECISION,
-        )  # fmt: skip
+    mixed, total, largest = _attend_to_chunk(
+        q, key_ptr, value_ptr, pages_ptr + slot * pages_stride, head * D + column, first_key, end, scale_log2,
+        place_stride, BLOCK_M, D, PAGE_SIZE, BLOCK_N, VALUES_FIRST, PRECISION,
+    )  # fmt: skip
     out_at = (row.to(tl.int64) * H + q_head)[:, None] * D + column[None, :]
     if not IS_SPLIT:
         result = mixed / total[:, None]
@@ -185,19 +218,7 @@ def _span_attention_kernel(
     if tl.atomic_add(counter, 1, sem="acq_rel") < num_used - 1:
         return
     tl.store(counter, 0)  # the last chunk to arrive combines them all
-    largest = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
-    mixed = tl.zeros([BLOCK_M, D], tl.float32)
-    for number in range(num_used):
-        there = part_at + number * CHUNK_STRIDE
-        lse = tl.load(part_lse_ptr + there, cache_modifier=".cg")
-        piece = tl.load(part_ptr + there[:, None] * D + column[None, :], cache_modifier=".cg")
-        new_largest = tl.maximum(largest, lse)
-        weight, fade = tl.exp2(lse - new_largest), tl.exp2(largest - new_largest)
-        mixed = mixed * fade[:, None] + piece * weight[:, None]
-        total = total * fade + weight
-        largest = new_largest
-    result = mixed / total[:, None]
+    result = _combined(part_ptr, part_lse_ptr, part_at, num_used, CHUNK_STRIDE, BLOCK_M, D)
     tl.store(out_ptr + out_at, result.to(out_ptr.dtype.element_ty), mask=has_query[:, None])
 
 

@@ -78,6 +78,34 @@ def _first_of_largest(values, tokens):
     return largest, tl.min(tl.where(values == largest, tokens, 2147483647), 0)
 
 
+@triton.jit
+def _scan_noisy(
+    logits_ptr, begin, end, mask_token, temperature, seed, position, step,
+    DRAWS: tl.constexpr, TOKEN_TAG: tl.constexpr,
+):  # fmt: skip
+    """The largest of logit + temperature x noise, its token, and that token's logit."""
+    best = tl.full([DRAWS], float("-inf"), tl.float32)
+    best_token = tl.zeros([DRAWS], tl.int32)
+    best_logit = tl.full([DRAWS], float("-inf"), tl.float32)
+    for first in range(begin, end, DRAWS * 4):
+        quarter = first // 4 + tl.arange(0, DRAWS)
+        zero = tl.zeros([DRAWS], tl.uint32)
+        d0, d1, d2, d3 = tl.philox(seed, quarter.to(tl.uint32), zero + position, zero + step, zero + TOKEN_TAG)
+        for word in tl.static_range(4):
+            drawn = d0 if word == 0 else (d1 if word == 1 else (d2 if word == 2 else d3))
+            at = quarter * 4 + word
+            x = tl.load(logits_ptr + at, mask=at < end, other=float("-inf")).to(tl.float32)
+            x = tl.where(at == mask_token, float("-inf"), x)
+            noisy = _gumbel(drawn) * temperature + x
+            better = noisy > best
+            best = tl.where(better, noisy, best)
+            best_token = tl.where(better, at, best_token)
+            best_logit = tl.where(better, x, best_logit)
+    noisy_top, noisy_token = _first_of_largest(best, best_token)
+    picked = (best == noisy_top) & (best_token == noisy_token)
+    return noisy_top, noisy_token, tl.max(tl.where(picked, best_logit, float("-inf")), 0)
+
+
 @triton.jit(do_not_specialize=["first_rank"])
 def _scan_kernel(
     logits_ptr, place_ptr, count_ptr, slots_ptr, temperature_ptr, seed_ptr, block_start_ptr, step_ptr,
@@ -132,27 +160,11 @@ def _scan_kernel(
         seed = tl.load(seed_ptr + slot)
         position = (tl.load(block_start_ptr + slot) + place % L).to(tl.uint32)
         step = tl.load(step_ptr + slot).to(tl.uint32)
-        best = tl.full([DRAWS], float("-inf"), tl.float32)
-        best_token = tl.zeros([DRAWS], tl.int32)
-        best_logit = tl.full([DRAWS], float("-inf"), tl.float32)
-        for first in range(begin, end, DRAWS * 4):
-            quarter = first // 4 + tl.arange(0, DRAWS)
-            zero = tl.zeros([DRAWS], tl.uint32)
-            d0, d1, d2, d3 = tl.philox(seed, quarter.to(tl.uint32), zero + position, zero + step, zero + TOKEN_TAG)
-            for word in tl.static_range(4):
-                drawn = d0 if word == 0 else (d1 if word == 1 else (d2 if word == 2 else d3))
-                at = quarter * 4 + word
-                x = tl.load(logits_ptr + at, mask=at < end, other=float("-inf")).to(tl.float32)
-                x = tl.where(at == mask_token, float("-inf"), x)
-                noisy = _gumbel(drawn) * temperature + x
-                better = noisy > best
-                best = tl.where(better, noisy, best)
-                best_token = tl.where(better, at, best_token)
-                best_logit = tl.where(better, x, best_logit)
-        noisy_top, noisy_token = _first_of_largest(best, best_token)
-        picked = (best == noisy_top) & (best_token == noisy_token)
+        noisy_top, noisy_token, noisy_logit = _scan_noisy(
+            logits_ptr, begin, end, mask_token, temperature, seed, position, step, DRAWS, TOKEN_TAG
+        )
         tl.store(floats_ptr + 4 * plane + at_part, noisy_top)
-        tl.store(floats_ptr + 5 * plane + at_part, tl.max(tl.where(picked, best_logit, float("-inf")), 0))
+        tl.store(floats_ptr + 5 * plane + at_part, noisy_logit)
         tl.store(tokens_ptr + plane + at_part, noisy_token)
 
 
@@ -232,6 +244,37 @@ def propose(
 
 
 @triton.jit
+def _choose(
+    rule, parameter, score, masked, seed_ptr, block_start, step, L: tl.constexpr, L_PADDED: tl.constexpr,
+    COUNT_TAG: tl.constexpr, CHOICE_TAG: tl.constexpr,
+):  # fmt: skip
+    """Which rows of a block its rule fixes, from the scores of the masked ones; see RULES in unmask.py."""
+    offset = tl.arange(0, L_PADDED)
+    before = offset[None, :] < offset[:, None]
+    rivals = masked[None, :]
+    ahead = rivals & ((score[None, :] > score[:, None]) | ((score[None, :] == score[:, None]) & before))
+    rank = tl.sum(ahead.to(tl.int32), 1)
+    limit = tl.where(rule == ENTROPY, -parameter, parameter)
+    chosen = (score >= limit) | (rank == 0)
+    if rule == QUOTA:
+        chosen = rank.to(tl.float32) < parameter
+    if rule == DYNAMIC:
+        fails = masked & (rank > 0) & (score < 1 - parameter / (rank + 2).to(tl.float32))
+        chosen = rank < tl.min(tl.where(fails, rank, L), 0)
+    if rule == RANDOM:
+        seed = tl.load(seed_ptr)
+        zero = tl.zeros([L_PADDED], tl.uint32)
+        at_step = zero + step.to(tl.uint32)
+        drawn, _1, _2, _3 = tl.philox(seed, zero, zero + block_start.to(tl.uint32), at_step, zero + COUNT_TAG)
+        word, _4, _5, _6 = tl.philox(seed, zero, (block_start + offset).to(tl.uint32), at_step, zero + CHOICE_TAG)
+        num_masked = tl.sum(masked.to(tl.int32), 0)
+        wanted = 1 + tl.umulhi(drawn, zero + num_masked.to(tl.uint32)).to(tl.int32)
+        sooner = rivals & ((word[None, :] < word[:, None]) | ((word[None, :] == word[:, None]) & before))
+        chosen = tl.sum(sooner.to(tl.int32), 1) < wanted
+    return chosen
+
+
+@triton.jit
 def _unmask_kernel(
     slots_ptr, token_ptr, score_ptr, finite_ptr, canvas_ptr, masked_ptr, done_ptr, ignore_eos_ptr, block_start_ptr,
     step_ptr, seed_ptr, parameter_ptr, rule_ptr, eos_ptr, record_ptr, canvas_stride,
@@ -250,30 +293,12 @@ def _unmask_kernel(
     block_start = tl.load(block_start_ptr + slot)
     step = tl.load(step_ptr + slot)
     rule = tl.load(rule_ptr + slot)
-    parameter = tl.load(parameter_ptr + slot)
     bad = tl.min(tl.where(masked & (finite == 0), offset, L), 0)
 
-    before = offset[None, :] < offset[:, None]
-    rivals = masked[None, :]
-    ahead = rivals & ((score[None, :] > score[:, None]) | ((score[None, :] == score[:, None]) & before))
-    rank = tl.sum(ahead.to(tl.int32), 1)
-    limit = tl.where(rule == ENTROPY, -parameter, parameter)
-    chosen = (score >= limit) | (rank == 0)
-    if rule == QUOTA:
-        chosen = rank.to(tl.float32) < parameter
-    if rule == DYNAMIC:
-        fails = masked & (rank > 0) & (score < 1 - parameter / (rank + 2).to(tl.float32))
-        chosen = rank < tl.min(tl.where(fails, rank, L), 0)
-    if rule == RANDOM:
-        seed = tl.load(seed_ptr + slot)
-        zero = tl.zeros([L_PADDED], tl.uint32)
-        at_step = zero + step.to(tl.uint32)
-        drawn, _1, _2, _3 = tl.philox(seed, zero, zero + block_start.to(tl.uint32), at_step, zero + COUNT_TAG)
-        word, _4, _5, _6 = tl.philox(seed, zero, (block_start + offset).to(tl.uint32), at_step, zero + CHOICE_TAG)
-        num_masked = tl.sum(masked.to(tl.int32), 0)
-        wanted = 1 + tl.umulhi(drawn, zero + num_masked.to(tl.uint32)).to(tl.int32)
-        sooner = rivals & ((word[None, :] < word[:, None]) | ((word[None, :] == word[:, None]) & before))
-        chosen = tl.sum(sooner.to(tl.int32), 1) < wanted
+    chosen = _choose(
+        rule, tl.load(parameter_ptr + slot), score, masked, seed_ptr + slot, block_start, step, L, L_PADDED, COUNT_TAG,
+        CHOICE_TAG,
+    )  # fmt: skip
     may_change = tl.where(was_done | (bad < L), 0, 1)
     chosen = tl.where(masked, chosen.to(tl.int32) * may_change, 0) > 0
 
