@@ -98,7 +98,8 @@ class NcclBulk:
     """Between GPUs: a stream beside the engine's; the host waits for it with a deadline and ends a group that hangs."""
 
     def __init__(self, spec: ChannelSpec) -> None:
-        os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"  # else a peer's death ends this process
+        for guard in ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_ENABLE_MONITORING"):
+            os.environ[guard] = "0"  # either ends this process when the peer dies or hangs
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timedelta(seconds=spec.timeout_s)
         self._timeout_s = spec.timeout_s

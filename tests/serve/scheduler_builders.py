@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from dbench.events import Event
 from dbench.serve.fleet import Fleet, FleetRules
 from dbench.serve.placement import ColocatedPlacer, HybridPlacer, HybridRules, Placer
-from dbench.serve.routes import DECODE_ROUTES, HYBRID_PREFILL_ROUTES, PREFILL_ROUTES, RouteState
+from dbench.serve.routes import DECODE_ROUTES, HYBRID_PREFILL_ROUTES, PREFILL_ROUTES, RouteState, read_fast_pairs
 from dbench.serve.scheduler import Scheduler
 from dbench.serve.scheduler_records import SchedulerRules
 from dbench.serve.sequence import (
@@ -61,6 +61,7 @@ class Hybrid:
     overload_threshold: int = 40
     decode_policy: str = "max_free_memory"
     prefill_policy: str = "least_outstanding_prefill_tokens"
+    fast_pairs: str = "0-1"
 
     def fleet(self) -> Fleet:
         return Fleet(
@@ -79,6 +80,7 @@ class Hybrid:
             RouteState(random.Random(1)),
             overflow=self.overflow,
             overload_threshold=self.overload_threshold,
+            fast_pairs=read_fast_pairs(self.fast_pairs),
         )
         return HybridPlacer(fleet, rules)
 

@@ -164,6 +164,18 @@ def test_the_next_block_may_take_other_workers() -> None:
     assert (tracked.block_index, tracked.refresher_id, tracked.worker_id) == (1, 1, 3)
 
 
+def test_kv_goes_over_fast_links_where_the_policy_asks_for_it() -> None:
+    rig = hybrid_rig(
+        num_prefill=2,
+        num_colocated=2,
+        prefill_policy="round_robin",
+        decode_policy="topology_guarded_memory",
+        fast_pairs="1-2,0-3",
+        overload_threshold=1000,
+    )
+    assert [(t.refresher_id, t.worker_id) for t in [tokens(rig, 20) for _ in range(4)]] == [(0, 3), (1, 2)] * 2
+
+
 def test_workers_say_what_they_are() -> None:
     rig = hybrid_rig()
     assert [worker.kind for worker in rig.fleet.statuses()] == ["prefill", "colocated", "colocated"]
