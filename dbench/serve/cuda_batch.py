@@ -11,11 +11,33 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from dbench.serve.cuda_model import BatchShape
 from dbench.serve.runner import Span
 
 NOTHING_WRITTEN = 2**31 - 1
 """As `written_from`: past every position."""
+
+
+@dataclass(frozen=True, slots=True)
+class BatchShape:
+    """How the rows of a launch divide into spans."""
+
+    num_short: int
+    """Spans of `short_rows` rows each; they come first."""
+    short_rows: int
+    long_lengths: tuple[int, ...]
+    """Rows of each long span."""
+
+    @property
+    def num_spans(self) -> int:
+        return self.num_short + len(self.long_lengths)
+
+    @property
+    def num_short_rows(self) -> int:
+        return self.num_short * self.short_rows
+
+    @property
+    def num_rows(self) -> int:
+        return self.num_short_rows + sum(self.long_lengths)
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from dbench.serve.cuda_batch import BatchShape
 from dbench.serve.families import ModelConfig
 from dbench.serve.kernels.attention import LaunchShape, SpanAttention, SpanKeys, Tiling, choose_tiling
 from dbench.serve.kernels.elementwise import Rotary, rms_norm, silu_times
@@ -24,29 +25,6 @@ from dbench.serve.op_marks import NO_MARKS, Marks
 from dbench.serve.refresh_attention import RefreshAttention
 from dbench.serve.runner import Operation
 from dbench.serve.weights import LayerWeights, Weights
-
-
-@dataclass(frozen=True, slots=True)
-class BatchShape:
-    """How the rows of a launch divide into spans."""
-
-    num_short: int
-    """Spans of `short_rows` rows each; they come first."""
-    short_rows: int
-    long_lengths: tuple[int, ...]
-    """Rows of each long span."""
-
-    @property
-    def num_spans(self) -> int:
-        return self.num_short + len(self.long_lengths)
-
-    @property
-    def num_short_rows(self) -> int:
-        return self.num_short * self.short_rows
-
-    @property
-    def num_rows(self) -> int:
-        return self.num_short_rows + sum(self.long_lengths)
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,8 +21,8 @@ from numpy.typing import NDArray
 
 from dbench.errors import DeviceLost, one_line
 from dbench.serve.batch import SlotTable
-from dbench.serve.cuda_batch import NOTHING_WRITTEN, Layout, lay_out
-from dbench.serve.cuda_model import BatchShape, CudaModel, DeviceBatch, PassSizes
+from dbench.serve.cuda_batch import NOTHING_WRITTEN, BatchShape, Layout, lay_out
+from dbench.serve.cuda_model import CudaModel, DeviceBatch, PassSizes
 from dbench.serve.graphs import DecodeGraphs
 from dbench.serve.kernels.layout import (
     SlotPlaces,

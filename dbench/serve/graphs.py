@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -28,7 +28,6 @@ class DecodeGraphs:
 
     def __init__(self, rows_per_span: int) -> None:
         self._rows_per_span = rows_per_span
-        self._sizes: list[int] = []
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
         self._device_s: dict[int, float] = {}
         self._launch_s = 0.0
@@ -45,25 +44,33 @@ class DecodeGraphs:
             self._graphs[size] = graph
             self._device_s[size] = _device_seconds(graph.replay)
             self._launch_s = max(self._launch_s, _host_seconds(partial(run, size)))
-        self._sizes = sorted(self._graphs)
 
     def size_for(self, num_spans: int) -> int | None:
         """The captured size to pad a batch to; None: better or only to be launched without a graph."""
-        place = bisect_left(self._sizes, num_spans)
-        if place == len(self._sizes):
-            return None
-        size = self._sizes[place]
-        if self._tiles(size) == self._tiles(num_spans) or place == 0:
-            return size
-        least_device_s = self._device_s[self._sizes[place - 1]]
-        return None if least_device_s > LAUNCH_MARGIN * self._launch_s else size
+        return padded_size(num_spans, self._device_s, self._rows_per_span, self._launch_s)
 
     def replay(self, size: int) -> None:
         """Launch a captured pass; does not wait for the device."""
         self._graphs[size].replay()
 
-    def _tiles(self, num_spans: int) -> int:
-        return -(-num_spans * self._rows_per_span // TILE_ROWS)
+
+def padded_size(num_spans: int, device_s: Mapping[int, float], rows_per_span: int, launch_s: float) -> int | None:
+    """The smallest captured size that holds a batch; None if none does, or launching it as it is costs less.
+
+    `device_s`: captured size -> seconds of its pass. Padding is free within a tile of rows. Beyond that it costs the
+    device; a launch without a graph takes the host `launch_s`, and the device must be slower than that to be kept busy.
+    """
+    sizes = sorted(device_s)
+    place = bisect_left(sizes, num_spans)
+    if place == len(sizes):
+        return None
+
+    def tiles(spans: int) -> int:
+        return -(-spans * rows_per_span // TILE_ROWS)
+
+    if place == 0 or tiles(sizes[place]) == tiles(num_spans):
+        return sizes[place]
+    return None if device_s[sizes[place - 1]] > LAUNCH_MARGIN * launch_s else sizes[place]
 
 
 def _device_seconds(replay: Callable[[], None]) -> float:

@@ -11,6 +11,7 @@ from dbench.load.arrivals import ARRIVALS
 from dbench.options import COMMAND_SECTIONS, Option, options_of
 from dbench.serve.placement import PLACERS
 from dbench.serve.policy import QUEUE_ORDERS, SPANS
+from dbench.serve.refresh_attention import REFRESH_BACKENDS
 from dbench.serve.routes import DECODE_ROUTES, PREFILL_ROUTES
 from dbench.serve.torch_runner import DTYPES
 from dbench.serve.weights import LOAD_FORMATS
@@ -23,6 +24,7 @@ TABLES: dict[str, Collection[str]] = {
     "prefill_queue_policy": QUEUE_ORDERS,
     "cache_mode": SPANS,
     "load_format": LOAD_FORMATS,
+    "attention_backend": {"auto", *REFRESH_BACKENDS},
     "dtype": {"auto", *DTYPES},
     "unmasking_strategy": UNMASKING_RULES,
     "interval_type": ARRIVALS,
