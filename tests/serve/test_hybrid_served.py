@@ -86,9 +86,11 @@ def test_hybrid_gives_the_tokens_of_an_engine_alone(alone: list[tuple[int, ...]]
     assert bool(overflowed) == (given.get("prefill_overload_threshold") is not None and len(given) == 1)
 
 
-def test_the_times_of_a_block_are_in_order_across_its_workers() -> None:
+def test_everybody_listens_on_loopback_alone_and_times_are_in_order_across_workers() -> None:
     with hybrid_server() as server:
         _, events = run(served(server.address))
+        connections = [c for process in family_of(server.pid) for c in process.net_connections(kind="tcp")]
+        assert {c.laddr.ip.removeprefix("::ffff:") for c in connections if c.status == "LISTEN"} <= {"127.0.0.1", "::1"}
     blocks = transferred(events)
     assert blocks
     for block in blocks:
