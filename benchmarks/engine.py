@@ -14,7 +14,7 @@ import statistics
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -26,10 +26,11 @@ from floors import Floors, Work, measure_floors
 from dbench.environment import describe_environment
 from dbench.serve.cuda_build import CudaSettings, build_cuda_runner
 from dbench.serve.cuda_runner import CudaRunner
-from dbench.serve.engine import Engine, EngineLimits
+from dbench.serve.engine import Engine
+from dbench.serve.engine_state import EngineLimits
 from dbench.serve.families import FAMILIES, find_model, read_model_config
 from dbench.serve.pages import PagePool
-from dbench.serve.runner import Phase, Span, StepResult, Ticket
+from dbench.serve.runner import LayerWatcher, Phase, Span, StepResult, Ticket
 from dbench.serve.sequence import BlockKey, BlockOutcome, BlockTask, SamplingParameters
 from dbench.serve.torch_runner import RunnerConfig
 
@@ -68,9 +69,14 @@ class WatchedRunner:
     batches: list[Batch] = field(default_factory=list)
     launched: dict[Ticket, tuple[tuple[Span, ...], float]] = field(default_factory=dict)
 
-    def attach(self, slot: int, task: BlockTask, pages: tuple[int, ...]) -> None:
-        self.tasks[slot], self.masks_left[slot] = task, task.block_length
-        self.runner.attach(slot, task, pages)
+    def attach(
+        self, slot: int, task: BlockTask, pages: tuple[int, ...], fixed: Mapping[int, int] | None = None
+    ) -> None:
+        self.tasks[slot], self.masks_left[slot] = task, task.block_length - len(fixed or ())
+        self.runner.attach(slot, task, pages, fixed)
+
+    def watch_layers(self, watcher: LayerWatcher) -> None:
+        self.runner.watch_layers(watcher)
 
     def launch(self, spans: tuple[Span, ...]) -> Ticket:
         started_s = time.monotonic()

@@ -17,7 +17,8 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from dbench.serve.engine import Engine, EngineLimits
+from dbench.serve.engine import Engine
+from dbench.serve.engine_state import EngineLimits
 from dbench.serve.fake_runner import FakeRunner, FakeScript, SystemClock
 from dbench.serve.pages import PagePool
 from dbench.serve.runner import Span, StepResult, Ticket

@@ -6,6 +6,11 @@ from dataclasses import dataclass
 
 from dbench.option_fields import option
 
+COLOCATED = "colocated"
+HYBRID = "hybrid"
+MODES = (COLOCATED, HYBRID)
+DEVICE_OPTIONS = {COLOCATED: ("gpus",), HYBRID: ("prefill_gpus", "hybrid_colocated_gpus")}
+"""mode -> the options that name its workers' devices, in the order of the workers' numbers."""
 NO_DEVICE = "none"
 """The value of gpus for a server whose workers all come from elsewhere."""
 
@@ -20,12 +25,26 @@ class EngineOptions:
         panel="Core",
         auto="GSAI-ML/LLaDA-8B-Instruct on CUDA devices, else embedded",
     )
+    mode: str = option(
+        COLOCATED,
+        "colocated: every worker refreshes and decodes; hybrid: some only refresh, and send their KV to those that "
+        "decode.",
+        panel="Core",
+        choices=MODES,
+    )
     gpus: str | None = option(
         None,
         "Devices of this machine, one worker each: CUDA devices '0,1', or 'cpu,cpu'; 'none': all workers come from "
         "elsewhere.",
         panel="Core",
         auto="all CUDA devices, else cpu",
+        mode=COLOCATED,
+    )
+    prefill_gpus: str | None = option(
+        None, "Devices of the workers that only refresh, as in gpus.", panel="Core", auto="none", mode=HYBRID
+    )
+    hybrid_colocated_gpus: str | None = option(
+        None, "Devices of the workers that decode, as in gpus.", panel="Core", auto="none", mode=HYBRID
     )
     max_batch_size: int = option(128, "Sequences that one worker decodes at a time.", panel="Core", minimum=1)
     block_length: int = option(32, "Consecutive positions decoded together.", panel="Core", minimum=1, maximum=1024)
@@ -45,11 +64,67 @@ class EngineOptions:
         panel="Scheduling",
         minimum=1,
     )
+    max_prefill_tokens_per_batch: int = option(
+        4096,
+        "Token budget of one batch of a worker that only refreshes; a longer canvas goes alone.",
+        panel="Scheduling",
+        minimum=1,
+        mode=HYBRID,
+    )
     prefill_scheduler_policy: str = option(
         "least_outstanding_prefill_tokens",
-        "How a block finds its worker.",
+        "How a block finds the worker that refreshes it; hybrid mode has the first two.",
         panel="Scheduling",
-        choices=("least_outstanding_prefill_tokens", "round_robin"),
+        choices=(
+            "least_outstanding_prefill_tokens",
+            "round_robin",
+            "least_outstanding_requests",
+            "least_request_length_sum",
+            "balanced_length_clustering",
+        ),
+    )
+    decode_scheduler_policy: str = option(
+        "max_free_memory",
+        "How a block finds the worker that decodes it, among those with pages for it.",
+        panel="Scheduling",
+        choices=("max_free_memory", "round_robin", "balanced_length_clustering", "topology_guarded_memory"),
+        mode=HYBRID,
+    )
+    decode_grouping_slack_ratio: float = option(
+        0.10,
+        "balanced_length_clustering: how far above the smallest sum of lengths a worker may be.",
+        panel="Scheduling",
+        minimum=0,
+    )
+    kv_fast_pairs: str = option(
+        "0-1,2-3,4-5,6-7",
+        "topology_guarded_memory: pairs of devices with a fast link; a CPU worker goes by its number.",
+        panel="Scheduling",
+        mode=HYBRID,
+    )
+    kv_topology_alpha: float = option(
+        0.0,
+        "topology_guarded_memory: share of the roomiest worker's free pages that one with a fast link needs.",
+        panel="Scheduling",
+        minimum=0,
+        maximum=1,
+        mode=HYBRID,
+    )
+    enable_hybrid_prefill_overflow: bool = option(
+        True,
+        "Let workers that decode refresh too while all prefill workers are overloaded.",
+        panel="Scheduling",
+        mode=HYBRID,
+    )
+    prefill_overload_threshold: int = option(
+        16384,
+        "Outstanding prefill tokens from which on a worker gets no further refresh.",
+        panel="Scheduling",
+        minimum=1,
+        mode=HYBRID,
+    )
+    colocated_sticky_worker: bool = option(
+        False, "Keep all blocks of a request on its first worker.", panel="Scheduling", mode=COLOCATED
     )
     prefill_queue_policy: str = option(
         "arrival_order",
@@ -68,6 +143,13 @@ class EngineOptions:
     )
     enable_overlap: bool = option(True, "Plan and launch the next batch while the last one runs.", panel="Scheduling")
     kv_page_size: int = option(16, "Tokens of KV per page.", panel="KV", minimum=1, maximum=1024)
+    kv_transfer_timeout_s: float = option(
+        30.0,
+        "Longest silence of a worker in the middle of sending KV; then the block is restarted.",
+        panel="KV",
+        minimum=0.5,
+        mode=HYBRID,
+    )
     kv_max_pages: int | None = option(
         None,
         "KV pages per worker.",
@@ -127,3 +209,9 @@ class EngineOptions:
         panel="Metrics",
         auto="no trace",
     )
+
+    @property
+    def num_workers(self) -> int:
+        """Once the devices are resolved."""
+        lists = (self.prefill_gpus, self.hybrid_colocated_gpus) if self.mode == HYBRID else (self.gpus,)
+        return sum(len(devices.split(",")) for devices in lists if devices is not None)

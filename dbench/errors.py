@@ -11,6 +11,7 @@
     |-- ServerError           exit code 1: the server side failed
     |   |-- ServerStartError  a server or a worker did not become ready
     |   |-- ServerUnavailable nobody answers, or the server went away
+    |   |-- ChannelBroken     a way between two workers is no more; their scheduler hears of it
     |   |-- DeviceLost        a device that computes nothing any more; its worker ends
     |   `-- QueueFullError    max_queued_requests reached (RESOURCE_EXHAUSTED)
     `-- RunError              exit code 1: a run or search without a valid result
@@ -78,6 +79,10 @@ class ServerStartError(ServerError):
 
 class ServerUnavailable(ServerError):
     """Nobody answers at the address, or the server went away."""
+
+
+class ChannelBroken(ServerError):
+    """Nothing more can be sent to a worker, or received from it."""
 
 
 class DeviceLost(ServerError):

@@ -158,6 +158,9 @@ class BlockRouted(Event):
     block_index: int
     attempt: int
     worker_id: int
+    """Who refreshes it."""
+    decode_worker_id: int | None = None
+    """Hybrid mode: who is to decode it, if somebody else was chosen."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,6 +193,12 @@ class BlockFinished(Event):
     """One per forward pass, the refresh first."""
     step_num_unmasked: tuple[int, ...]
     """Returned tokens that each pass fixed."""
+    prefill_worker_id: int | None = None
+    """Hybrid mode, of a block that was refreshed elsewhere: who did. The worker times up to `refresh_end_s` are its."""
+    kv_transfer_start_s: float | None = None
+    """Prefill worker: it began to send the first layer."""
+    kv_transfer_end_s: float | None = None
+    """Worker: the last layer had arrived."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,6 +220,8 @@ class SchedulerDepth(Event):
     kind: ClassVar[str] = "scheduler_depth"
     pending_requests: int
     pending_prefill_tokens: int
+    decode_ready_requests: int = 0
+    """Hybrid mode: requests with a refreshed block for which no worker has room."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -268,6 +279,8 @@ class WorkerUp(Event):
     pages_total: int
     kv_page_size: int
     pid: int
+    worker_type: str = "colocated"
+    """colocated, or prefill: it only refreshes."""
 
 
 @dataclass(frozen=True, slots=True)

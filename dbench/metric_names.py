@@ -85,7 +85,8 @@ REQUEST_METRICS: dict[str, RequestMetric] = {
     "request_scheduling_delay_decode": RequestMetric(
         "s",
         "wait before first decode steps",
-        "Over all blocks: from the end of the refresh to the start of the first decode step.",
+        "Over all blocks: from the end of the refresh to the start of the first decode step; in hybrid mode without "
+        "the KV transfer between them.",
         lambda t: t["scheduling_delay_decode_s"],
     ),
     "request_scheduling_delay": RequestMetric(
@@ -206,6 +207,9 @@ BLOCK_METRICS: dict[str, Metric] = {
     "block_scheduling_delay_prefill": Metric("s", "The block's part of request_scheduling_delay_prefill."),
     "block_scheduling_delay_decode": Metric("s", "The block's part of request_scheduling_delay_decode."),
     "block_prefill_time": Metric("s", "Duration of the batch that held the refresh."),
+    "block_kv_transfer_time": Metric(
+        "s", "From the start of sending KV pages to the last layer's arrival; 0 in colocated mode."
+    ),
     "block_kv_transfer_time_nonoverlapped": Metric("s", "KV transfer after the refresh; 0 in colocated mode."),
     "block_decode_time": Metric("s", "From the start of the first decode step to the end, gaps included."),
     "block_total_time": Metric("s", "From the moment it could first be routed to its end at the scheduler."),
@@ -255,6 +259,9 @@ WORKER_METRICS: dict[str, Metric] = {
 DEPTH_METRICS: dict[str, Metric] = {
     "queue_depth_waiting": Metric("1", "Refreshes that wait in a worker, over time; the worst worker counts."),
     "scheduler_pending_requests": Metric("1", "Requests with a block that no worker has yet, over time."),
+    "scheduler_decode_ready_requests": Metric(
+        "1", "Requests with a refreshed block that no worker has pages to decode, over time; 0 in colocated mode."
+    ),
 }
 
 SLA_METRICS: tuple[str, ...] = (*REQUEST_METRICS, *DEPTH_METRICS)

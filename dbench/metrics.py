@@ -24,8 +24,8 @@ from dbench.measure.blocks import block_times
 from dbench.measure.run_data import COMPLETED, RunData, load_run
 from dbench.measure.summary import Distribution, RunSummary, Score, checks_answers, lag_limit, summarize
 from dbench.measure.workers import (
-    pending_mean,
-    pending_quantile,
+    scheduler_mean,
+    scheduler_quantile,
     worker_summary,
     worker_timeline,
     worst_depth_mean,
@@ -111,6 +111,7 @@ def block_table(data: RunData) -> pd.DataFrame:
             "request_id": blocks["request_id"],
             "block_index": blocks["block_index"],
             "worker_id": blocks["worker_id"],
+            "prefill_worker_id": blocks["prefill_worker_id"],
             "outcome": blocks["outcome"],
             "end_time": blocks["finished_s"] - data.window.start_s,
             **block_times(blocks),
@@ -186,8 +187,9 @@ def judged_quantile(
     if metric not in DEPTH_METRICS:
         return quantile(_some(data, metric, warmup_share, failure), q)
     start, end = judged_window(data, warmup_share)
-    over_time = {"queue_depth_waiting": worst_depth_quantile, "scheduler_pending_requests": pending_quantile}
-    return _known(data, metric, over_time[metric](data, q, start, end))
+    if metric == "queue_depth_waiting":
+        return _known(data, metric, worst_depth_quantile(data, q, start, end))
+    return _known(data, metric, scheduler_quantile(data, metric, q, start, end))
 
 
 def judged_mean(data: RunData, metric: str, warmup_share: float = WARMUP_SHARE, failure: float = math.inf) -> float:
@@ -195,8 +197,9 @@ def judged_mean(data: RunData, metric: str, warmup_share: float = WARMUP_SHARE, 
     if metric not in DEPTH_METRICS:
         return float(_some(data, metric, warmup_share, failure).mean())
     start, end = judged_window(data, warmup_share)
-    over_time = {"queue_depth_waiting": worst_depth_mean, "scheduler_pending_requests": pending_mean}
-    return _known(data, metric, over_time[metric](data, start, end))
+    if metric == "queue_depth_waiting":
+        return _known(data, metric, worst_depth_mean(data, start, end))
+    return _known(data, metric, scheduler_mean(data, metric, start, end))
 
 
 def error_rate(data: RunData, warmup_share: float = WARMUP_SHARE) -> float:

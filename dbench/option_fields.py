@@ -23,6 +23,7 @@ class OptionSpec:
     is_list: bool = False
     allow_infinity: bool = False
     auto: str = ""  # what an unset value becomes, for --help
+    mode: str = ""  # the only serving mode that has it; empty: all have
 
 
 def option(default: Any, help: str, *, panel: str, **spec: Any) -> Any:

@@ -11,6 +11,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields
 from typing import Any, get_type_hints
 
+from dbench.engine_options import COLOCATED as COLOCATED
+from dbench.engine_options import HYBRID as HYBRID
 from dbench.engine_options import EngineOptions as EngineOptions
 from dbench.option_fields import OptionSpec, option, rule_option
 from dbench.unmasking_rules import DEFAULT_RULE, MAX_TEMPERATURE, UNMASKING_RULES
@@ -50,6 +52,18 @@ class ServiceOptions:
         minimum=0,
         maximum=65535,
         serve_only=True,
+    )
+    master_addr: str = option(
+        "localhost", "Address at which workers that exchange KV meet.", panel="Service", mode=HYBRID
+    )
+    master_port: int = option(
+        29500,
+        "Its port; 0: any free one.",
+        panel="Service",
+        minimum=0,
+        maximum=65535,
+        serve_only=True,
+        mode=HYBRID,
     )
     api_key: str | None = option(
         None, "Key that clients must send (authorization: Bearer KEY).", panel="Service", secret=True, auto="no key"

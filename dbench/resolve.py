@@ -1,8 +1,8 @@
 """What a server needs and nobody gave: filled in stage by stage, before anything is started.
 
-basics -> devices -> memory_and_budget -> kernels_and_graphs -> network -> validate; each takes and returns a ServePlan
-and raises OptionError or ModelError. No torch, but to count CUDA devices where a driver is loaded: all answers come
-from config.json and from the system.
+mode -> basics -> devices -> memory_and_budget -> kernels_and_graphs -> network -> validate; each takes and returns a
+ServePlan and raises OptionError or ModelError. No torch, but to count CUDA devices where a driver is loaded: all
+answers come from config.json and from the system.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from dbench.config import AUTO_PREFIX, Resolved
-from dbench.engine_options import NO_DEVICE
+from dbench.engine_options import DEVICE_OPTIONS, NO_DEVICE
 from dbench.errors import ModelError, OptionError
-from dbench.options import EngineOptions, SamplingOptions, ServiceOptions
-from dbench.serve.address import address_fault
+from dbench.options import HYBRID, EngineOptions, SamplingOptions, ServiceOptions, options_of
+from dbench.serve.address import address_fault, meeting_fault
 from dbench.serve.families import (
     EMBEDDED,
     ModelConfig,
@@ -26,6 +26,7 @@ from dbench.serve.families import (
     is_named_size,
     read_model_config,
 )
+from dbench.serve.routes import HYBRID_PREFILL_ROUTES, read_fast_pairs
 from dbench.serve.sequence import SamplingParameters
 from dbench.serve.tokenizer_files import WANTED_FILES, has_tokenizer
 
@@ -68,12 +69,6 @@ class ServePlan:
         assert self.model is not None, "the stage basics has run"
         return self.model
 
-    @property
-    def num_workers(self) -> int:
-        """That share this machine's memory; one where all are elsewhere, on hosts taken to be like this one."""
-        assert self.engine.gpus is not None, "the stage devices has run"
-        return len(self.engine.gpus.split(","))
-
     def auto(self, name: str, value: object, why: str) -> ServePlan:
         return replace(self, resolved=self.resolved.replace(name, value, f"{AUTO_PREFIX}{why}"))
 
@@ -114,6 +109,34 @@ def resolve_serve(
     return plan.resolved
 
 
+def mode(plan: ServePlan) -> ServePlan:
+    """No option and no policy of the other mode."""
+    engine, resolved = plan.engine, plan.resolved
+    for option in (*options_of(EngineOptions), *options_of(ServiceOptions)):
+        is_foreign = option.spec.mode not in ("", engine.mode)
+        if is_foreign and resolved.is_explicit(option.name) and resolved.value(option.name) != option.default:
+            raise OptionError(
+                f"{resolved.place(option.name)}: belongs to mode {option.spec.mode}, and the mode is {engine.mode}; "
+                f"leave it out, or give --mode {option.spec.mode}"
+            )
+    if engine.mode == HYBRID:
+        if engine.prefill_scheduler_policy not in HYBRID_PREFILL_ROUTES:
+            known = ", ".join(HYBRID_PREFILL_ROUTES)
+            raise plan.refused(
+                "prefill_scheduler_policy", repr(engine.prefill_scheduler_policy), f"one of {known} in mode {HYBRID}"
+            )
+        if engine.cache_mode != "exact":
+            raise plan.refused(
+                "cache_mode", repr(engine.cache_mode), f"'exact' in mode {HYBRID}, which sends the cache"
+            )
+        try:
+            read_fast_pairs(engine.kv_fast_pairs)
+        except ValueError as error:
+            got = f"{engine.kv_fast_pairs!r}, where {error}"
+            raise plan.refused("kv_fast_pairs", got, "pairs of different devices such as 0-1,2-3") from None
+    return plan
+
+
 def basics(plan: ServePlan) -> ServePlan:
     """The model, its tokenizer and names, and the lengths that follow from it."""
     if plan.engine.model is None and _wants_cuda(plan):
@@ -138,23 +161,22 @@ def basics(plan: ServePlan) -> ServePlan:
 def devices(plan: ServePlan) -> ServePlan:
     """Which device each worker owns, and the number format there."""
     count = plan.num_cuda_devices
-    if plan.engine.gpus is None and count:
+    if plan.engine.mode != HYBRID and plan.engine.gpus is None and count:
         plan = plan.auto("gpus", ",".join(map(str, range(count))), f"all {count} CUDA device(s)")
-    elif plan.engine.gpus is None:
+    elif plan.engine.mode != HYBRID and plan.engine.gpus is None:
         plan = plan.auto("gpus", CPU, "one CPU worker")
-    names = [name.strip() for name in (plan.engine.gpus or "").split(",")]
-    if names == [NO_DEVICE]:
+    if plan.engine.gpus == NO_DEVICE:
         return _no_device(plan)
-    for name in names:
-        if name != CPU and not (name.isdigit() and int(name) < count):
-            there = f"CUDA devices 0 to {count - 1}" if count else "no CUDA device is there"
-            raise plan.refused("gpus", repr(name), f"'cpu', or the number of a CUDA device ({there})")
-    numbers = [int(name) for name in names if name != CPU]
-    if numbers and len(numbers) < len(names):
-        raise plan.refused("gpus", repr(plan.engine.gpus), "either CUDA devices or 'cpu', not both")
-    if len(set(numbers)) < len(numbers):
-        raise plan.refused("gpus", repr(plan.engine.gpus), "every CUDA device at most once")
-    plan = plan.normalised("gpus", ",".join(str(int(name)) if name.isdigit() else name for name in names))
+    numbers: list[int] = []
+    for option in DEVICE_OPTIONS[plan.engine.mode]:
+        plan, own = _device_list(plan, option)
+        twice = sorted({number for number in own if [*numbers, *own].count(number) > 1})
+        if twice:
+            raise plan.refused(option, f"CUDA device {twice[0]} twice", "every CUDA device at most once")
+        numbers += own
+    if numbers and len(numbers) < plan.engine.num_workers:
+        option = DEVICE_OPTIONS[plan.engine.mode][-1]
+        raise plan.refused(option, repr(plan.resolved.value(option)), "either CUDA devices or 'cpu', not both")
     if numbers:
         return plan.auto("dtype", "bfloat16", "the devices are GPUs") if plan.engine.dtype == "auto" else plan
     if plan.engine.dtype == "auto":
@@ -166,8 +188,24 @@ def devices(plan: ServePlan) -> ServePlan:
 
 def _wants_cuda(plan: ServePlan) -> bool:
     """The workers are to be on CUDA devices, as far as the options say."""
-    gpus = plan.engine.gpus
-    return plan.num_cuda_devices > 0 if gpus is None else any(name.strip().isdigit() for name in gpus.split(","))
+    lists = [plan.resolved.value(option) for option in DEVICE_OPTIONS[plan.engine.mode]]
+    if lists == [None]:
+        return plan.num_cuda_devices > 0
+    return any(name.strip().isdigit() for names in lists if names is not None for name in names.split(","))
+
+
+def _device_list(plan: ServePlan, option: str) -> tuple[ServePlan, list[int]]:
+    """The option in its canonical spelling, and the numbers of its CUDA devices."""
+    given, count = plan.resolved.value(option), plan.num_cuda_devices
+    if given is None:
+        raise plan.refused(option, "nothing", f"devices such as 'cpu': mode {HYBRID} needs both kinds of workers")
+    names = [name.strip() for name in given.split(",")]
+    for name in names:
+        if name != CPU and not (name.isdigit() and int(name) < count):
+            there = f"CUDA devices 0 to {count - 1}" if count else "no CUDA device is there"
+            raise plan.refused(option, repr(name), f"'cpu', or the number of a CUDA device ({there})")
+    plan = plan.normalised(option, ",".join(str(int(name)) if name.isdigit() else name for name in names))
+    return plan, [int(name) for name in names if name != CPU]
 
 
 def _no_device(plan: ServePlan) -> ServePlan:
@@ -184,19 +222,20 @@ def memory_and_budget(plan: ServePlan) -> ServePlan:
     longest = _pages_of(plan, plan.engine.max_model_len or 0)
     if plan.engine.kv_max_pages is not None or _wants_cuda(plan):
         return plan  # a CUDA worker counts what is free on its device
+    num_workers = plan.engine.num_workers
     page_bytes = plan.known_model.kv_bytes_per_token(ELEMENT_SIZE[plan.engine.dtype]) * plan.engine.kv_page_size
     available = plan.available_bytes()
-    if longest * page_bytes * plan.num_workers > available:
+    if longest * page_bytes * num_workers > available:
         raise OptionError(
-            f"kv_max_pages: one canvas of max_model_len {plan.engine.max_model_len} on each of {plan.num_workers} "
-            f"workers needs {_gib(longest * page_bytes * plan.num_workers)} of KV, {_gib(available)} are available; "
+            f"kv_max_pages: one canvas of max_model_len {plan.engine.max_model_len} on each of {num_workers} "
+            f"workers needs {_gib(longest * page_bytes * num_workers)} of KV, {_gib(available)} are available; "
             "lower --max-model-len or use fewer workers"
         )
-    within_share = available // MEMORY_SHARE // plan.num_workers // page_bytes
+    within_share = available // MEMORY_SHARE // num_workers // page_bytes
     full_batch = plan.engine.max_batch_size * longest
     if full_batch <= within_share:
         return plan.auto("kv_max_pages", full_batch, "max_batch_size canvases of max_model_len")
-    why = f"a quarter of {_gib(available)} available memory, shared by {plan.num_workers} worker(s)"
+    why = f"a quarter of {_gib(available)} available memory, shared by {num_workers} worker(s)"
     if within_share < longest:
         why = "one canvas of max_model_len"
     return plan.auto("kv_max_pages", max(longest, within_share), why)
@@ -228,7 +267,7 @@ def network(plan: ServePlan) -> ServePlan:
     if service.num_remote_workers and service.worker_key is None:
         wanted = "0, or a --worker-key with which they join (better as the variable DBENCH_WORKER_KEY)"
         raise plan.refused("num_remote_workers", service.num_remote_workers, wanted)
-    fault = address_fault(service)
+    fault = address_fault(service) or (meeting_fault(service) if plan.engine.mode == HYBRID else None)
     if fault is not None:
         raise plan.refused(fault.option, fault.got, fault.wanted)
     return plan
@@ -264,6 +303,7 @@ def validate(plan: ServePlan) -> ServePlan:
 
 
 STAGES: tuple[Callable[[ServePlan], ServePlan], ...] = (
+    mode,
     basics,
     devices,
     memory_and_budget,

@@ -4,9 +4,12 @@ The block frame has one row per block that left a worker, by request row and blo
 with `ready_s` of its first. So a failed attempt is waiting time of the block, and the parts of a request
 still add up. Columns:
 
-    row (of the request frame), request_id, block_index, worker_id, outcome, num_attempts,
-    ready_s, routed_s, finished_s (scheduler), received_s, refresh_start_s, refresh_end_s, decode_start_s,
-    end_s (worker), num_passes, num_tokens
+    row (of the request frame), request_id, block_index, worker_id, prefill_worker_id, outcome, num_attempts,
+    ready_s, routed_s, finished_s (scheduler), received_s, refresh_start_s, refresh_end_s, kv_transfer_start_s
+    (the worker that refreshed it), kv_transfer_end_s, decode_start_s, end_s (the worker that decoded it),
+    num_passes, num_tokens
+
+Where one worker did both, there is no prefill_worker_id and no transfer.
 """
 
 from __future__ import annotations
@@ -62,12 +65,15 @@ def block_frame(finished: Sequence[BlockFinished], rows: Mapping[str, int]) -> p
             "block_index": _ints([e.block_index for e in finished]),
             "attempt": _ints([e.attempt for e in finished]),
             "worker_id": _ints([e.worker_id for e in finished]),
+            "prefill_worker_id": pd.array([e.prefill_worker_id for e in finished], dtype="Int64"),
             "outcome": pd.Series([e.outcome for e in finished], dtype=object),
             "ready_s": _floats([e.ready_s for e in finished]),
             "routed_s": _floats([e.routed_s for e in finished]),
             "received_s": _floats([e.received_s for e in finished]),
             "refresh_start_s": _floats([e.refresh_start_s for e in finished]),
             "refresh_end_s": _floats([e.refresh_end_s for e in finished]),
+            "kv_transfer_start_s": _floats([e.kv_transfer_start_s for e in finished]),
+            "kv_transfer_end_s": _floats([e.kv_transfer_end_s for e in finished]),
             "decode_start_s": _floats([e.decode_start_s for e in finished]),
             "end_s": _floats([e.end_s for e in finished]),
             "finished_s": _floats([e.at_s for e in finished]),
@@ -95,14 +101,23 @@ def step_times(finished: Sequence[BlockFinished], blocks: pd.DataFrame) -> StepT
 
 
 def block_times(blocks: pd.DataFrame) -> pd.DataFrame:
-    """Durations of each block. Worker and scheduler times are never subtracted from each other."""
+    """Durations of each block. Worker and scheduler times are never subtracted from each other.
+
+    Times of two workers are, for a KV transfer alone: they are as good as the clock offsets, hence the clipping.
+    """
     waited = (blocks["routed_s"] - blocks["ready_s"]) + (blocks["refresh_start_s"] - blocks["received_s"])
+    refresh_end, sent, arrived = blocks["refresh_end_s"], blocks["kv_transfer_start_s"], blocks["kv_transfer_end_s"]
+    is_split = sent.notna()
+    kept = (sent - refresh_end).clip(lower=0).where(is_split, 0.0)  # refreshed, and nobody had pages for it
+    here_since = arrived.where(is_split, refresh_end)
+    not_hidden = (arrived - np.maximum(sent, refresh_end)).clip(lower=0)
     return pd.DataFrame(
         {
             "block_scheduling_delay_prefill": waited,
-            "block_scheduling_delay_decode": blocks["decode_start_s"] - blocks["refresh_end_s"],
+            "block_scheduling_delay_decode": kept + (blocks["decode_start_s"] - here_since),
             "block_prefill_time": blocks["refresh_end_s"] - blocks["refresh_start_s"],
-            "block_kv_transfer_time_nonoverlapped": 0.0 * blocks["refresh_end_s"],
+            "block_kv_transfer_time": (arrived - sent).clip(lower=0).where(is_split, 0.0 * refresh_end),
+            "block_kv_transfer_time_nonoverlapped": not_hidden.where(is_split, 0.0 * refresh_end),
             "block_decode_time": blocks["end_s"] - blocks["decode_start_s"],
             "block_total_time": blocks["finished_s"] - blocks["ready_s"],
         }
@@ -121,7 +136,7 @@ def block_sums(blocks: pd.DataFrame, steps: StepTimes, num_requests: int) -> pd.
         "scheduling_delay_decode_s": times["block_scheduling_delay_decode"],
         "prefill_s": times["block_prefill_time"],
         "decode_s": times["block_decode_time"],
-        "kv_transfer_s": times["block_kv_transfer_time_nonoverlapped"],
+        "kv_transfer_s": times["block_kv_transfer_time"],
         "kv_transfer_nonoverlapped_s": times["block_kv_transfer_time_nonoverlapped"],
         "num_blocks": pd.Series(1.0, index=done.index),
     }

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from dbench.events import BatchExecuted, SchedulerDepth, WorkerLeft, WorkerLost, WorkerState, WorkerUp
 from dbench.measure.event_log import EventLog, Window
+from dbench.options import COLOCATED
 
 _DEPTHS = (
     "queue_depth_waiting",
@@ -53,7 +54,7 @@ def absences(log: EventLog, window: Window) -> tuple[Absence, ...]:
 
 
 def worker_intervals(log: EventLog, window: Window) -> pd.DataFrame:
-    """One row per recorded state, in the window, tiling it for each worker: worker_id, start_time, end_time, state,
+    """One row per recorded state, in the window, tiling it for each worker: worker_id, worker_type, times, state,
     the depths, token sums and pages of WorkerState, and kv_page_utilization_ratio. A worker whose stream ended is
     `lost`, or `ended` after a drain, until it is up again.
     """
@@ -82,19 +83,24 @@ def worker_intervals(log: EventLog, window: Window) -> pd.DataFrame:
     empty = empty.assign(**dict.fromkeys(_DEPTHS, 0))
     empty["pages_total"] = [pages.get(worker_id, 0) for worker_id in empty["worker_id"]]
     both = pd.concat([empty, recorded]) if states else empty
+    types = {e.worker_id: e.worker_type for e in log.of(WorkerUp)}
+    both["worker_type"] = pd.Series([types.get(i, COLOCATED) for i in both["worker_id"]], both.index, dtype=object)
     both["kv_page_utilization_ratio"] = both["pages_used"] / both["pages_total"].clip(lower=1)
     both = both.sort_values(["worker_id", "at_s"], kind="stable").reset_index(drop=True)
     return _tile(both, ["worker_id"], window)
 
 
 def scheduler_intervals(log: EventLog, window: Window) -> pd.DataFrame:
-    """start_time, end_time, scheduler_pending_requests, pending_prefill_tokens, tiling the window."""
+    """start_time, end_time, scheduler_pending_requests, pending_prefill_tokens, scheduler_decode_ready_requests,
+    tiling the window.
+    """
     depths = log.of(SchedulerDepth)
     recorded = pd.DataFrame(
         {
             "at_s": np.array([-np.inf, *(e.at_s for e in depths)]),
             "scheduler_pending_requests": [0, *(e.pending_requests for e in depths)],
             "pending_prefill_tokens": [0, *(e.pending_prefill_tokens for e in depths)],
+            "scheduler_decode_ready_requests": [0, *(e.decode_ready_requests for e in depths)],
         }
     )
     return _tile(recorded.sort_values("at_s", kind="stable").reset_index(drop=True), [], window)

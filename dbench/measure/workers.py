@@ -13,19 +13,18 @@ from dbench.measure.run_data import RunData
 from dbench.metric_names import WORKER_METRICS
 from dbench.quantiles import quantiles, time_weighted_mean, time_weighted_quantile
 
-WORKER_TYPE = "colocated"
 PHASES = ("prefill", "mixed", "decode")
 
 
 def worker_timeline(data: RunData) -> pd.DataFrame:
     """A row per interval in which a worker's state and both depths stayed as they were."""
     intervals = data.worker_intervals
-    same = ["worker_id", "state", "queue_depth_waiting", "queue_depth_active"]
+    same = ["worker_id", "worker_type", "state", "queue_depth_waiting", "queue_depth_active"]
     merged = _merge(intervals, same)
     return pd.DataFrame(
         {
             "worker_id": merged["worker_id"],
-            "worker_type": pd.Series(WORKER_TYPE, index=merged.index, dtype=object),
+            "worker_type": merged["worker_type"],
             "state": merged["state"],
             "start_time": merged["start_time"],
             "end_time": merged["end_time"],
@@ -59,16 +58,16 @@ def worst_depth_mean(data: RunData, start: float, end: float) -> float | None:
     return max((time_weighted_mean(w["queue_depth_waiting"], w["duration_s"]) for _, w in per_worker), default=None)
 
 
-def pending_quantile(data: RunData, q: float, start: float, end: float) -> float | None:
-    """The q-quantile over [start, end) of the requests that the scheduler holds back."""
+def scheduler_quantile(data: RunData, column: str, q: float, start: float, end: float) -> float | None:
+    """The q-quantile over [start, end) of a depth of the scheduler."""
     depth = _clipped(data.scheduler_intervals, start, end)
-    return time_weighted_quantile(depth["scheduler_pending_requests"], depth["duration_s"], q) if len(depth) else None
+    return time_weighted_quantile(depth[column], depth["duration_s"], q) if len(depth) else None
 
 
-def pending_mean(data: RunData, start: float, end: float) -> float | None:
-    """The mean over [start, end) of the requests that the scheduler holds back."""
+def scheduler_mean(data: RunData, column: str, start: float, end: float) -> float | None:
+    """The mean over [start, end) of a depth of the scheduler."""
     depth = _clipped(data.scheduler_intervals, start, end)
-    return time_weighted_mean(depth["scheduler_pending_requests"], depth["duration_s"]) if len(depth) else None
+    return time_weighted_mean(depth[column], depth["duration_s"]) if len(depth) else None
 
 
 def _summary_row(worker_id: object, own: pd.DataFrame, batches: pd.DataFrame, window: float) -> dict[str, object]:
@@ -81,7 +80,7 @@ def _summary_row(worker_id: object, own: pd.DataFrame, batches: pd.DataFrame, wi
     waiting = own["queue_depth_waiting"]
     return {
         "worker_id": worker_id,
-        "worker_type": WORKER_TYPE,
+        "worker_type": own["worker_type"].iloc[0],
         "utilization_ratio": in_state.get("busy", 0.0) / duration.sum(),
         "num_idle_gaps": gaps.size,
         "p50_idle_gap_s": p50_gap,

@@ -68,9 +68,7 @@ class ServerRunner:
 
     @property
     def _num_workers(self) -> int:
-        gpus = self._options.section(EngineOptions).gpus
-        assert gpus is not None, "the options of a job are resolved"
-        return len(gpus.split(","))
+        return self._options.section(EngineOptions).num_workers
 
     def _whole_server(self) -> ServerProcess:
         """The server of the trial before if all its workers are ready, or soon are; else a new one.

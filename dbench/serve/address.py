@@ -15,7 +15,7 @@ class AddressFault:
     """Why an address cannot be served at."""
 
     option: str
-    """host or scheduler_port."""
+    """host, scheduler_port, master_addr or master_port."""
     got: str
     wanted: str
 
@@ -31,19 +31,46 @@ def address_fault(service: ServiceOptions) -> AddressFault | None:
         return AddressFault(
             "host", repr(host), "a loopback address such as 127.0.0.1, or --allow-insecure-bind to serve without TLS"
         )
+    return _bind_fault("host", host, "scheduler_port", port)
+
+
+def meeting_fault(service: ServiceOptions) -> AddressFault | None:
+    """The same for the address at which workers that exchange KV meet; it has no key of its own."""
+    host, port = service.master_addr, service.master_port
+    if not is_loopback(host) and not service.allow_insecure_bind:
+        return AddressFault(
+            "master_addr", repr(host), "a loopback address such as 127.0.0.1, or --allow-insecure-bind for any other"
+        )
+    if port and port == service.scheduler_port:
+        return AddressFault(
+            "master_port", f"{port}, which is scheduler_port too", "another port, or 0 for any free one"
+        )
+    return _bind_fault("master_addr", host, "master_port", port)
+
+
+def listen_on(host: str, port: int, backlog: int = 128) -> socket.socket:
+    """A listening socket on this address alone. Raises OSError."""
+    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    listener = socket.socket(family, kind, protocol)
     try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        with socket.socket(family, kind, protocol) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(address)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(backlog)
+    except OSError:
+        listener.close()
+        raise
+    return listener
+
+
+def _bind_fault(host_option: str, host: str, port_option: str, port: int) -> AddressFault | None:
+    try:
+        listen_on(host, port).close()
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
-            return AddressFault(
-                "scheduler_port", f"{port}, which is in use on {host}", "a free port, or 0 for any free one"
-            )
+            return AddressFault(port_option, f"{port}, which is in use on {host}", "a free port, or 0 for any free one")
         if error.errno == errno.EACCES:
-            return AddressFault("scheduler_port", str(port), "a port that this user may bind (1024 or above)")
-        return AddressFault("host", f"{host!r} ({error.strerror or error})", "an address of this machine")
+            return AddressFault(port_option, str(port), "a port that this user may bind (1024 or above)")
+        return AddressFault(host_option, f"{host!r} ({error.strerror or error})", "an address of this machine")
     return None
 
 

@@ -6,7 +6,7 @@ R output rows: those whose logits are needed, the still masked positions of each
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -85,6 +85,18 @@ class SlotTable:
         self.parameter_S[slot] = 0.0 if parameter is None else parameter
         self.rule_S[slot] = RULE_CODES[task.sampling.unmasking_strategy]
         self.length_S[slot] = task.canvas_length
+
+    def resume(self, slot: int, fixed: Mapping[int, int]) -> None:
+        """What a refresh elsewhere has fixed in a slot's block, canvas position -> token id: step 0 is behind it."""
+        positions, token_ids = self._numbers([*fixed]), self._numbers([*fixed.values()])
+        self.canvas_SC[slot, positions] = token_ids.to(self.canvas_SC.dtype)
+        self.masked_SL[slot, positions - self.block_start_S[slot]] = False
+        self.step_S[slot] = 1
+
+    def _numbers(self, values: list[int]) -> Tensor:
+        """On the device; the host does not wait for it."""
+        is_cuda = self.sizes.device.type == "cuda"
+        return torch.tensor(values, dtype=torch.int64, pin_memory=is_cuda).to(self.sizes.device, non_blocking=True)
 
     def clear(self, slot: int) -> None:
         """Take the slot back; spans of it that follow are void."""

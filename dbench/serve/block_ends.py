@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 
 from dbench.events import BlockFinished
 from dbench.serve.fleet import SCHEDULER, Assignment, Worker, WorkerPhase
-from dbench.serve.sequence import BlockEnd, BlockOutcome, Fault
+from dbench.serve.sequence import BlockEnd, BlockOutcome, Fault, RefreshTimes
 from dbench.serve.tracking import TrackedRequest
 
 
@@ -33,10 +34,12 @@ def problem_of(end: BlockEnd, tracked: TrackedRequest, worker: Worker) -> Proble
     return None
 
 
-def block_finished(worker: Worker, end: BlockEnd, assignment: Assignment, now_s: float) -> BlockFinished:
-    """The event, with the worker's times on the scheduler's clock."""
+def block_finished(
+    worker: Worker, end: BlockEnd, assignment: Assignment, now_s: float, partner: Worker | None
+) -> BlockFinished:
+    """The event, with the workers' times on the scheduler's clock; `partner` may have refreshed the block."""
     offset, times, key = worker.clock_offset_s, end.times, end.key
-    return BlockFinished(
+    event = BlockFinished(
         at_s=now_s,
         source=SCHEDULER,
         request_id=key.request_id,
@@ -54,4 +57,24 @@ def block_finished(worker: Worker, end: BlockEnd, assignment: Assignment, now_s:
         end_s=None if times is None else times.end_s + offset,
         step_end_s=tuple(step.end_s + offset for step in end.steps),
         step_num_unmasked=tuple(step.num_unmasked for step in end.steps),
+    )
+    if end.refreshed_elsewhere is None or partner is None:
+        return event
+    # a partner that was just started again has no clock yet
+    partner_offset_s = partner.clock_offset_s if math.isfinite(partner.clock_offset_s) else offset
+    return _with_refresh_elsewhere(event, end.refreshed_elsewhere, partner_offset_s)
+
+
+def _with_refresh_elsewhere(event: BlockFinished, times: RefreshTimes, offset_s: float) -> BlockFinished:
+    """The event of a block whose KV came from another worker, whose clock is `offset_s` behind the scheduler's."""
+    refresh_end_s = times.refresh_end_s + offset_s
+    return replace(
+        event,
+        prefill_worker_id=times.worker_id,
+        received_s=times.received_s + offset_s,
+        refresh_start_s=times.refresh_start_s + offset_s,
+        refresh_end_s=refresh_end_s,
+        step_end_s=(refresh_end_s, *event.step_end_s[1:]),
+        kv_transfer_start_s=times.transfer_start_s + offset_s,
+        kv_transfer_end_s=event.refresh_end_s,
     )

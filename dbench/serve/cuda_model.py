@@ -105,11 +105,12 @@ class CudaModel:
             marks.begin(Operation.QKV)
             self._project_qkv(number, layer, batch, num_rows)
             marks.end(Operation.QKV)
+            marks.written(number)
             marks.begin(Operation.ATTENTION)
             self._attend(shape, number, batch)
             marks.end(Operation.ATTENTION)
             self._finish_layer(x_TE, room.attended_TF[:num_rows], layer, room.normed_TE, marks)
-        self._last_layer(shape, batch)
+        self._last_layer(shape, batch, marks)
 
     def hidden(self, num_rows: int) -> Tensor:
         """The normalised hidden states of the last pass's block rows, [R, E]; they hold until the next pass."""
@@ -140,7 +141,7 @@ class CudaModel:
         tiling = self._tilings[num_spans, len(q_RHD) // num_spans]
         self._attention.run(q_RHD, batch.kv.layer(number), keys, tiling, out_RF)
 
-    def _last_layer(self, shape: BatchShape, batch: DeviceBatch) -> None:
+    def _last_layer(self, shape: BatchShape, batch: DeviceBatch, marks: Marks) -> None:
         """All rows get keys and values; the rest is computed for the block rows alone."""
         rows, config, room, layer = batch.rows, self._config, self._room, self.weights.layers[-1]
         number, num_rows, num_spans = config.n_layers - 1, shape.num_rows, shape.num_spans
@@ -153,6 +154,7 @@ class CudaModel:
         torch.mm(normed_TE, layer.qkv_FE[query_width:].t(), out=kv_TF)
         kv_TXD = kv_TF.unflatten(1, (2 * config.n_kv_heads, config.head_dim))
         self._rotary.turn_and_store(kv_TXD, bias_F, rows.positions_T, rows.places_T, batch.kv.layer(number))
+        marks.written(number)
 
         block_rows_R = rows.block_rows_BL[:num_spans].flatten()
         x_RE, normed_RE = room.x_RE[:num_block_rows], room.normed_RE[:num_block_rows]

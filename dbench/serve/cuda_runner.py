@@ -10,7 +10,7 @@ Shapes: B spans, L block length, S slots, R rows whose logits are computed, V vo
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
@@ -35,9 +35,9 @@ from dbench.serve.kernels.layout import (
 )
 from dbench.serve.kernels.sampling import RECORD_EXTRA, MaskedRows, ProposalBuffers, SlotState, propose, unmask
 from dbench.serve.kv import KvPool
-from dbench.serve.op_marks import NO_MARKS, LayerMarks, Marks
+from dbench.serve.op_marks import NO_MARKS, LayerMarks, Marks, watched
 from dbench.serve.refresh_attention import RefreshAttention
-from dbench.serve.runner import Phase, Span, SpanResult, StepResult, Ticket
+from dbench.serve.runner import LayerWatcher, Phase, Span, SpanResult, StepResult, Ticket
 from dbench.serve.sequence import BlockKey, BlockTask, SamplingParameters
 from dbench.serve.weights import Weights
 
@@ -152,12 +152,12 @@ class CudaRunner:
         self._slots: dict[int, SlotProgress] = {}
         self._launched: dict[Ticket, Launched] = {}
         self._tickets = count()
+        self._watcher: LayerWatcher | None = None
 
     @property
     def num_pages(self) -> int:
         """KV pages for canvases."""
-        assert self._kv is not None, "no pages yet"
-        return self._kv.num_pages
+        return self.kv.num_pages
 
     @property
     def weights(self) -> Weights:
@@ -230,14 +230,26 @@ class CudaRunner:
 
     # ---- the Runner ----------------------------------------------------------------------------------
 
-    def attach(self, slot: int, task: BlockTask, pages: tuple[int, ...]) -> None:
+    @property
+    def kv(self) -> KvPool:
+        assert self._kv is not None, "no pages yet"
+        return self._kv
+
+    def attach(
+        self, slot: int, task: BlockTask, pages: tuple[int, ...], fixed: Mapping[int, int] | None = None
+    ) -> None:
         assert slot not in self._slots, f"slot {slot} is taken"
         assert task.block_length == self._sizes.block_length, f"block of {task.block_length}"
         assert task.canvas_length <= len(pages) * self._sizes.page_size, "canvas beyond its pages"
         with device_lost_if_it_fails(self._device):
             message = torch.tensor(attachment(task, pages), dtype=torch.int64, pin_memory=True)
             attach_slot(slot, message.to(self._device, non_blocking=True), self._table)
-        self._slots[slot] = SlotProgress(task, task.block_length)
+            if fixed is not None:
+                self._table.resume(slot, fixed)
+        self._slots[slot] = SlotProgress(task, task.block_length - len(fixed or ()))
+
+    def watch_layers(self, watcher: LayerWatcher) -> None:
+        self._watcher = watcher
 
     def detach(self, slot: int) -> None:
         del self._slots[slot]
@@ -281,7 +293,7 @@ class CudaRunner:
         self, spans: tuple[Span, ...], staging: Staging, num_logit_rows: int, *, is_measured: bool
     ) -> tuple[Layout, LayerMarks | None]:
         sizes = self._sizes
-        is_decode = all(span.num_rows == sizes.short_rows for span in spans)
+        is_decode = self._watcher is None and all(span.num_rows == sizes.short_rows for span in spans)
         size = self._graphs.size_for(len(spans)) if is_decode else None
         layout = lay_out(spans, sizes.short_rows, num_padded=size or 0, pad_slot=self._pad_slot)
         num_spans = layout.shape.num_spans
@@ -294,7 +306,7 @@ class CudaRunner:
                 marks = LayerMarks(self._measured_layer, self._facts.n_layers, in_graph=False)
             if layout.shape.long_lengths:
                 self._refresh.plan(layout.shape.long_lengths)
-            self._pass(layout.shape, layout.longest_span, marks or NO_MARKS)
+            self._pass(layout.shape, layout.longest_span, watched(marks or NO_MARKS, self._watcher, spans))
         elif is_measured and size in self._graph_marks:
             marks = self._graph_marks[size]
             self._marked_graphs.replay(size)

@@ -9,8 +9,8 @@ from typing import TypeVar
 
 from dbench.engine_options import NO_DEVICE
 from dbench.errors import OptionError
-from dbench.options import EngineOptions
-from dbench.serve.engine import EngineLimits
+from dbench.options import HYBRID, EngineOptions
+from dbench.serve.engine_state import EngineLimits
 from dbench.serve.families import FAMILIES, ModelConfig, find_model, read_model_config
 from dbench.serve.validation import RequestLimits
 
@@ -29,6 +29,8 @@ class Deployment:
     model: ModelConfig
     devices: tuple[str, ...]
     """Of this machine, one worker each; its place is its worker id."""
+    num_prefill: int
+    """So many of them, from the first, only refresh; 0 in colocated mode."""
     max_model_len: int
     max_gen_len: int | None
     kv_max_pages: int | None
@@ -47,7 +49,8 @@ class Deployment:
             kv_page_size=self.options.kv_page_size,
         )
 
-    def engine_limits(self) -> EngineLimits:
+    def engine_limits(self, *, refresh_only: bool = False) -> EngineLimits:
+        """For a worker that does everything, or only refreshes."""
         return EngineLimits(
             max_batch_size=self.options.max_batch_size,
             max_tokens_per_iteration=self.options.max_tokens_per_iteration,
@@ -58,7 +61,16 @@ class Deployment:
             eos_token_ids=self.model.eos_token_ids,
             cache_mode=self.options.cache_mode,
             logit_shift=FAMILIES[self.model.family].logit_shift,
+            refresh_only=refresh_only,
+            max_prefill_tokens_per_batch=self.options.max_prefill_tokens_per_batch,
         )
+
+    @property
+    def most_refresh_tokens(self) -> int:
+        """Of a batch on any worker, but for a longer canvas."""
+        options = self.options
+        of_prefill = options.max_prefill_tokens_per_batch if options.mode == HYBRID else 0
+        return max(options.max_tokens_per_iteration, of_prefill)
 
     def graph_batch_sizes(self) -> tuple[int, ...]:
         """Sizes to capture, ascending: those given, none larger than the largest batch."""
@@ -88,12 +100,13 @@ class Deployment:
 def deployment_of(options: EngineOptions) -> Deployment:
     """Read the model's config.json. Raises OptionError for an option that is still open, and ModelError."""
     model_dir = find_model(_resolved(options.model, "model"))
-    gpus = _resolved(options.gpus, "gpus")
+    prefill, devices = _devices(options)
     return Deployment(
         options=options,
         model_dir=model_dir,
         model=read_model_config(model_dir),
-        devices=() if gpus == NO_DEVICE else tuple(device_name(gpu) for gpu in gpus.split(",")),
+        devices=(*prefill, *devices),
+        num_prefill=len(prefill),
         max_model_len=_resolved(options.max_model_len, "max_model_len"),
         max_gen_len=options.max_gen_len,
         kv_max_pages=options.kv_max_pages,
@@ -101,6 +114,19 @@ def deployment_of(options: EngineOptions) -> Deployment:
         tokenizer=_resolved(options.tokenizer, "tokenizer"),
         served_model_name=_resolved(options.served_model_name, "served_model_name"),
     )
+
+
+def _devices(options: EngineOptions) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Those of workers that only refresh, and those of the others."""
+    if options.mode == HYBRID:
+        decoding = _resolved(options.hybrid_colocated_gpus, "hybrid_colocated_gpus")
+        return _names(_resolved(options.prefill_gpus, "prefill_gpus")), _names(decoding)
+    gpus = _resolved(options.gpus, "gpus")
+    return (), (() if gpus == NO_DEVICE else _names(gpus))
+
+
+def _names(devices: str) -> tuple[str, ...]:
+    return tuple(device_name(gpu) for gpu in devices.split(","))
 
 
 def device_name(gpu: str) -> str:

@@ -12,51 +12,22 @@ import logging
 import time
 from bisect import bisect_left, insort
 from collections.abc import Callable
-from dataclasses import dataclass
-from itertools import islice
+from itertools import chain
 from operator import attrgetter
 
 from dbench.errors import DeviceLost, RequestError
 from dbench.events import Event
 from dbench.serve.engine_log import Depths, EngineLog
-from dbench.serve.engine_state import InFlight, Interval, Plan, Queued, Sequence
+from dbench.serve.engine_state import EngineLimits, InFlight, Interval, Plan, Queued, Sequence, StepReport
 from dbench.serve.pages import PagePool
 from dbench.serve.policy import QUEUE_ORDERS, SPANS, Room, TokenBudget, admit, choose, num_that_may_join
 from dbench.serve.runner import Phase, Runner, Span, StepResult
-from dbench.serve.sequence import BlockEnd, BlockKey, BlockOutcome, BlockTask, Fault
+from dbench.serve.sequence import BlockEnd, BlockKey, BlockOutcome, BlockTask, Fault, Refreshed
+from dbench.serve.transit import KvTransfer, Transit
 
 logger = logging.getLogger(__name__)
 
 _BY_ORDER = attrgetter("order")
-
-
-@dataclass(frozen=True, slots=True)
-class EngineLimits:
-    """What an engine may do at a time, and how it chooses."""
-
-    max_batch_size: int
-    """Running blocks, and the number of the runner's slots."""
-    max_tokens_per_iteration: int
-    block_length: int
-    max_model_len: int
-    """Longest canvas."""
-    queue_policy: str
-    """A key of QUEUE_ORDERS."""
-    overlap: bool
-    eos_token_ids: tuple[int, ...]
-    cache_mode: str = "exact"
-    """A key of SPANS."""
-    logit_shift: int = 0
-    """1 for models whose logits at a row predict the next position."""
-
-
-@dataclass(frozen=True, slots=True)
-class StepReport:
-    """What one iteration of the driver brought to an end."""
-
-    refreshed: tuple[BlockKey, ...]
-    """Blocks whose refresh has landed and left masks to decode."""
-    ended: tuple[BlockEnd, ...]
 
 
 class Engine:
@@ -70,6 +41,7 @@ class Engine:
         *,
         worker_id: int,
         clock: Callable[[], float] = time.monotonic,
+        transfer: KvTransfer | None = None,
     ) -> None:
         self._runner = runner
         self._pages = pages
@@ -78,7 +50,9 @@ class Engine:
         self._order = choose("prefill_queue_policy", QUEUE_ORDERS, limits.queue_policy)
         self._span_rules = choose("cache mode", SPANS, limits.cache_mode)
         self._eos_token_ids = frozenset(limits.eos_token_ids)
+        self._worker_id = worker_id
         self._log = EngineLog(worker_id, pages.num_pages)
+        self._transit = Transit(pages, transfer)
         self._waiting: list[Queued] = []  # sorted by order
         self._queued: dict[BlockKey, Queued] = {}
         self._running: dict[int, Sequence] = {}  # by slot, in order of admission
@@ -91,13 +65,16 @@ class Engine:
         self._last_completed_s = float("-inf")
         self._refreshed: list[BlockKey] = []
         self._ended: list[BlockEnd] = []
+        self._reserved: list[BlockKey] = []
+        self._handed_over: list[BlockKey] = []
 
     # ---- what the worker calls ------------------------------------------------------------------
 
     @property
     def is_idle(self) -> bool:
-        """Nothing waits, runs, is in flight or is still to be reported."""
-        return not (self._waiting or self._running or self._in_flight or self._ended)
+        """Nothing waits, runs, is in flight, in transit or still to be reported."""
+        holds_blocks = self._waiting or self._running or self._in_flight or not self._transit.is_empty
+        return not holds_blocks and self._report().is_empty
 
     @property
     def waiting(self) -> tuple[BlockKey, ...]:
@@ -107,7 +84,7 @@ class Engine:
     @property
     def held(self) -> tuple[BlockKey, ...]:
         """All blocks that have not ended."""
-        return (*self._queued, *self._running_slots)
+        return (*self._queued, *self._running_slots, *self._transit.keys)
 
     def submit(self, task: BlockTask, received_s: float | None = None) -> None:
         """Queue a block that came at `received_s` of the clock, now by default: it has waited since.
@@ -128,22 +105,36 @@ class Engine:
 
         A block that had already ended by itself, but for a span in flight, is reported as it ended.
         """
-        queued = self._queued.pop(key, None)
-        if queued is not None:
-            del self._waiting[bisect_left(self._waiting, queued.order, key=_BY_ORDER)]
-            if not self._waiting:
-                self._deficit = 0
-            self._outstanding_tokens -= queued.task.canvas_length
-            self._ended.append(BlockEnd.without_steps(key, BlockOutcome.CANCELLED))
-        elif key in self._running_slots:
-            sequence = self._running[self._running_slots[key]]
-            if sequence.outcome is None:
-                sequence.outcome = BlockOutcome.CANCELLED
-            self._settle(sequence)
+        self._end_early(BlockEnd.without_steps(key, BlockOutcome.CANCELLED))
+
+    def reserve(self, task: BlockTask, sender_id: int, epoch: int) -> None:
+        """Take pages for a block that another worker refreshes; a later StepReport says so, or holds its end."""
+        assert task.key not in self.held, f"{task.key} is here already"
+        if self._transit.reserve(task, self._order(task), sender_id, epoch):
+            self._reserved.append(task.key)
+        else:
+            reason = f"{self._pages.num_free} KV pages are free, a canvas of {task.canvas_length} tokens needs more"
+            self._ended.append(BlockEnd.without_steps(task.key, BlockOutcome.FAILED, reason, Fault.WORKER))
         self._note_state()
 
+    def arrive(self, key: BlockKey, refreshed: Refreshed, at_s: float) -> None:
+        """The KV of a reserved block is all there since `at_s`; unknown keys are ignored, here and below."""
+        self._transit.arrive(key, refreshed, at_s)
+
+    def hand_over(self, key: BlockKey) -> None:
+        """The KV of a refreshed block has been sent."""
+        if self._transit.sent(key):
+            self._handed_over.append(key)
+        self._note_state()
+
+    def transfer_failed(self, key: BlockKey, reason: str) -> None:
+        """The KV of a block cannot be sent, even if its refresh has yet to end, or does not come."""
+        error = f"block {key.block_index}: {reason}"
+        self._end_early(BlockEnd.without_steps(key, BlockOutcome.FAILED, error, Fault.TRANSFER))
+
     def step(self) -> StepReport | None:
-        """One iteration of the driver; None when idle, after the pages were found complete.
+        """One iteration of the driver; None when idle, after the pages were found complete, and when nothing can go on
+        before a command or a transfer.
 
         Raises AssertionError when the engine has broken one of its own rules.
         """
@@ -151,14 +142,11 @@ class Engine:
             self._check_pages()
             self._note_state()
             return None
-        if self._limits.overlap:
-            self._step_overlapping()
-        else:
-            self._step_plain()
-        report = StepReport(tuple(self._refreshed), tuple(self._ended))
-        self._refreshed.clear()
-        self._ended.clear()
-        return report
+        has_run = self._step_overlapping() if self._limits.overlap else self._step_plain()
+        report = self._report()
+        for reported in (self._refreshed, self._ended, self._reserved, self._handed_over):
+            reported.clear()
+        return report if has_run or not report.is_empty else None
 
     def take_events(self) -> list[Event]:
         """BatchExecuted and WorkerState since the last call."""
@@ -166,28 +154,32 @@ class Engine:
 
     # ---- the two drivers ------------------------------------------------------------------------
 
-    def _step_plain(self) -> None:
+    def _step_plain(self) -> bool:
+        """Whether a batch has run."""
         batch = self._launch(self.plan())
         if batch is not None:
             self._land(batch)
+        return batch is not None
 
-    def _step_overlapping(self) -> None:
+    def _step_overlapping(self) -> bool:
+        """Whether a batch has run, or does."""
         before = self._in_flight
         self._in_flight = self._launch(self.plan())
         if before is not None:
             self._land(before)
+        return before is not None or self._in_flight is not None
 
     def _launch(self, plan: Plan) -> InFlight | None:
         """Start a batch; None if there is nothing to start or the runner refused, which ends its blocks."""
         if not plan.spans:
-            stuck = not self._in_flight and (self._waiting or self._running)
-            assert not stuck, f"{len(self._waiting)} waiting and {len(self._running)} running blocks cannot go on"
+            can_wait = self._in_flight or not self._transit.is_empty
+            assert can_wait or not (self._waiting or self._running), (
+                f"{len(self._waiting)} waiting and {len(self._running)} running blocks cannot go on"
+            )
             return None
         self.launched(plan)
         try:
-            for sequence in self._admitted_by(plan):
-                self._runner.attach(sequence.slot, sequence.task, sequence.pages)
-                sequence.attached = True
+            self._attach(plan)
             return InFlight(plan, self._runner.launch(plan.spans))
         except (AssertionError, DeviceLost):  # a broken rule of ours, or a device that no batch can use any more
             raise
@@ -210,34 +202,40 @@ class Engine:
 
     def plan(self) -> Plan:
         """The next iteration, from what has landed and what is in flight; changes nothing."""
-        decodes = [sequence.decode_span for sequence in self._running.values() if sequence.wants_step]
+        limits, free_slots = self._limits, reversed(self._free_slots)
+        running = (sequence.task for sequence in self._running.values())
+        joining = chain((b.task for b in self._transit.arrived), (queued.task for queued in self._waiting))
+        num_slots = num_that_may_join(joining, running, len(self._free_slots))
+        decodes = [s.decode_span for s in self._running.values() if s.wants_step and not limits.refresh_only]
+        resumed = tuple(self._transit.arrived[:num_slots])
+        decodes += [self._span(slot, Phase.DECODE, block.task) for block, slot in zip(resumed, free_slots)]  # noqa: B905
         budget = TokenBudget(
-            max_tokens_per_iteration=self._limits.max_tokens_per_iteration,
-            block_length=self._limits.block_length,
+            max_tokens_per_iteration=self._max_tokens,
+            block_length=limits.block_length,
             prior=self._deficit,
             decode_tokens=sum(span.num_rows for span in decodes),
         )
-        running = (sequence.task for sequence in self._running.values())
-        num_slots = num_that_may_join((queued.task for queued in self._waiting), running, len(self._free_slots))
-        room = Room(self._pages.num_free, self._pages.page_size, num_slots)
+        room = Room(self._pages.num_free, self._pages.page_size, num_slots - len(resumed))
         admission = admit((queued.task.canvas_length for queued in self._waiting), budget, room)
         admitted = tuple(self._waiting[: admission.num_admitted])
-        slots = islice(reversed(self._free_slots), len(admitted))
-        refreshes = [self._span(slot, Phase.REFRESH, queued.task) for slot, queued in zip(slots, admitted, strict=True)]
-        return Plan((*decodes, *refreshes), admitted, admission.deficit)
+        refreshes = [self._span(slot, Phase.REFRESH, queued.task) for queued, slot in zip(admitted, free_slots)]  # noqa: B905
+        deficit = 0 if limits.refresh_only else admission.deficit
+        return Plan((*decodes, *refreshes), admitted, resumed, deficit)
 
     def launched(self, plan: Plan) -> None:
         """Mark a plan's spans as in flight; the admitted blocks leave the queue with a slot and pages."""
+        for block in plan.resumed:
+            slot = self._free_slots.pop()
+            self._enter(Sequence.resumed(block, slot, self._span(slot, Phase.DECODE, block.task)))
+            self._refreshed.append(block.task.key)
+        self._transit.leave(len(plan.resumed))
         del self._waiting[: len(plan.admitted)]
         for queued in plan.admitted:
             task = queued.task
             slot = self._free_slots.pop()
             pages = self._pages.take(task.canvas_length)
             assert pages is not None, f"{task.key} was planned without pages"
-            decode_span = self._span(slot, Phase.DECODE, task)
-            self._running[slot] = Sequence(task, slot, pages, queued.received_s, decode_span)
-            self._running_slots[task.key] = slot
-            self._running_length_sum += task.canvas_length
+            self._enter(Sequence(task, slot, pages, queued.received_s, self._span(slot, Phase.DECODE, task)))
             del self._queued[task.key]
         for span in plan.spans:
             self._running[span.slot].in_flight += 1
@@ -262,6 +260,8 @@ class Engine:
                 sequence.land(got, interval)
             if span.phase is Phase.REFRESH and sequence.outcome is None:
                 self._refreshed.append(sequence.task.key)
+                if self._limits.refresh_only:
+                    self._keep(sequence)
             self._settle(sequence)
         self._log.batch(plan, result, interval, decoding_canvases)
         self._note_state()
@@ -283,24 +283,78 @@ class Engine:
         """Report a block that has ended and give back what it held, once nothing of it is in flight."""
         if sequence.outcome is None or sequence.in_flight:
             return
+        self._leave_slot(sequence)
+        if self._limits.refresh_only:
+            self._transit.transfer.drop(sequence.task.key)
+        self._pages.give(sequence.pages)
+        self._ended.append(sequence.block_end(self._eos_token_ids))
+
+    def _end_early(self, end: BlockEnd) -> None:
+        """End a block wherever it is, with this report unless it has steps of its own; nothing for an unknown key."""
+        key = end.key
+        queued = self._queued.pop(key, None)
+        if queued is not None:
+            del self._waiting[bisect_left(self._waiting, queued.order, key=_BY_ORDER)]
+            if not self._waiting:
+                self._deficit = 0
+            self._outstanding_tokens -= queued.task.canvas_length
+            if self._limits.refresh_only:
+                self._transit.transfer.drop(key)
+            self._ended.append(end)
+        elif key in self._running_slots:
+            sequence = self._running[self._running_slots[key]]
+            sequence.end_early(end)
+            self._settle(sequence)
+        elif self._transit.drop(key):
+            self._ended.append(end)
+        self._note_state()
+
+    def _keep(self, sequence: Sequence) -> None:
+        """A refreshed block leaves its slot, and waits with its pages for its KV to be sent."""
+        assert not sequence.in_flight, f"{sequence.task.key} decodes where only refreshes run"
+        self._transit.keep(sequence.task.key, sequence.slot, sequence.pages, sequence.handed_over_by(self._worker_id))
+        self._leave_slot(sequence)
+
+    # ---- helpers --------------------------------------------------------------------------------
+
+    @property
+    def _max_tokens(self) -> int:
+        limits = self._limits
+        return limits.max_prefill_tokens_per_batch if limits.refresh_only else limits.max_tokens_per_iteration
+
+    def _report(self) -> StepReport:
+        return StepReport(tuple(self._refreshed), tuple(self._ended), tuple(self._reserved), tuple(self._handed_over))
+
+    def _enter(self, sequence: Sequence) -> None:
+        self._running[sequence.slot] = sequence
+        self._running_slots[sequence.task.key] = sequence.slot
+        self._running_length_sum += sequence.task.canvas_length
+
+    def _leave_slot(self, sequence: Sequence) -> None:
         if sequence.attached:
             self._runner.detach(sequence.slot)
-        self._pages.give(sequence.pages)
         self._free_slots.append(sequence.slot)
         del self._running[sequence.slot]
         del self._running_slots[sequence.task.key]
         self._running_length_sum -= sequence.task.canvas_length
-        self._outstanding_tokens -= sequence.task.canvas_length
-        self._ended.append(sequence.block_end(self._eos_token_ids))
+        if sequence.refreshed_elsewhere is None:
+            self._outstanding_tokens -= sequence.task.canvas_length
 
-    # ---- helpers --------------------------------------------------------------------------------
+    def _attach(self, plan: Plan) -> None:
+        """Give the runner the blocks that a plan begins with; it may refuse one, and with it the plan."""
+        for task in (*(block.task for block in plan.resumed), *(queued.task for queued in plan.admitted)):
+            sequence = self._running[self._running_slots[task.key]]
+            if sequence.refreshed_elsewhere is not None:
+                self._runner.attach(sequence.slot, task, sequence.pages, dict(sequence.fixed))
+            else:
+                self._runner.attach(sequence.slot, task, sequence.pages)
+            sequence.attached = True
+            if self._limits.refresh_only:
+                self._transit.transfer.begin(sequence.slot, task.key, sequence.pages)
 
     def _span(self, slot: int, phase: Phase, task: BlockTask) -> Span:
         rows = self._span_rules[phase](task, self._limits.logit_shift)
         return Span(slot, phase, rows.start, rows.num_rows, rows.written_from)
-
-    def _admitted_by(self, plan: Plan) -> list[Sequence]:
-        return [self._running[self._running_slots[queued.task.key]] for queued in plan.admitted]
 
     def _refuse_what_never_fits(self, task: BlockTask) -> None:
         canvas = task.canvas_length

@@ -1,4 +1,4 @@
-"""What the engine knows of the blocks it holds: those that wait, those that run, and the next plan.
+"""What an engine goes by, what it reports, and what it knows of the blocks it holds: waiting, running, planned.
 
 Only `Engine.launched`, `Engine.advance` and what they call change a Sequence.
 """
@@ -10,7 +10,61 @@ from typing import NamedTuple
 
 from dbench.serve.policy import QueueKey
 from dbench.serve.runner import Span, SpanResult, Ticket
-from dbench.serve.sequence import BlockEnd, BlockOutcome, BlockStep, BlockTask, BlockTimes, Fault
+from dbench.serve.sequence import (
+    BlockEnd,
+    BlockKey,
+    BlockOutcome,
+    BlockStep,
+    BlockTask,
+    BlockTimes,
+    Fault,
+    Refreshed,
+    RefreshTimes,
+)
+from dbench.serve.transit import Arrived
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLimits:
+    """What an engine may do at a time, and how it chooses."""
+
+    max_batch_size: int
+    """Running blocks, and the number of the runner's slots."""
+    max_tokens_per_iteration: int
+    block_length: int
+    max_model_len: int
+    """Longest canvas."""
+    queue_policy: str
+    """A key of QUEUE_ORDERS."""
+    overlap: bool
+    eos_token_ids: tuple[int, ...]
+    cache_mode: str = "exact"
+    """A key of SPANS."""
+    logit_shift: int = 0
+    """1 for models whose logits at a row predict the next position."""
+    refresh_only: bool = False
+    """Blocks leave after their refresh, for a worker that decodes them; no deficit is saved up."""
+    max_prefill_tokens_per_batch: int = 0
+    """In place of max_tokens_per_iteration where only refreshes run."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepReport:
+    """What one iteration of the driver brought to an end."""
+
+    refreshed: tuple[BlockKey, ...]
+    """Blocks whose refresh has landed and left masks to decode, or whose refresh came from elsewhere and that have a
+    slot now.
+    """
+    ended: tuple[BlockEnd, ...]
+    reserved: tuple[BlockKey, ...] = ()
+    """Blocks for which pages were taken."""
+    handed_over: tuple[BlockKey, ...] = ()
+    """Blocks whose KV has been sent, and whose pages are free."""
+
+    @property
+    def is_empty(self) -> bool:
+        return not (self.refreshed or self.ended or self.reserved or self.handed_over)
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,9 +81,11 @@ class Plan:
     """One iteration before it is launched."""
 
     spans: tuple[Span, ...]
-    """Decode spans of running blocks, then the refreshes of `admitted`."""
+    """Decode spans of running blocks and of `resumed`, then the refreshes of `admitted`."""
     admitted: tuple[Queued, ...]
     """The front of the queue, in its order."""
+    resumed: tuple[Arrived, ...]
+    """The front of the blocks that were refreshed elsewhere; their first decode spans are the last of the decodes."""
     deficit: int
     """For the next iteration."""
 
@@ -80,6 +136,31 @@ class Sequence:
     decode_start_s: float | None = None
     last_span_end_s: float = 0.0
     """Completion of the last landed span, a void one too: the block cannot be reported before."""
+    refreshed_elsewhere: RefreshTimes | None = None
+
+    @staticmethod
+    def resumed(block: Arrived, slot: int, decode_span: Span) -> Sequence:
+        """A block that was refreshed elsewhere: its first step has landed when its KV had arrived."""
+        at_s, refreshed = block.arrived_s, block.refreshed
+        return Sequence(
+            block.task,
+            slot,
+            block.pages,
+            at_s,
+            decode_span,
+            fixed=dict(zip(refreshed.positions, refreshed.token_ids, strict=True)),
+            steps=[Landed(at_s, refreshed.positions)],
+            refresh=Interval(at_s, at_s),
+            last_span_end_s=at_s,
+            refreshed_elsewhere=refreshed.times,
+        )
+
+    def handed_over_by(self, worker_id: int) -> Refreshed:
+        """What its refresh has fixed, for the worker that goes on; the transfer fills in when it began."""
+        assert self.refresh is not None, f"{self.task.key} has not been refreshed"
+        positions = tuple(sorted(self.fixed))
+        times = RefreshTimes(worker_id, self.received_s, self.refresh.start_s, self.refresh.end_s, self.refresh.end_s)
+        return Refreshed(positions, tuple(self.fixed[position] for position in positions), times)
 
     @property
     def masks_left(self) -> int:
@@ -102,6 +183,11 @@ class Sequence:
             self.outcome = BlockOutcome.FAILED
             self.fault = fault
             self.error = f"block {self.task.key.block_index}, step {step}: {reason}"
+
+    def end_early(self, end: BlockEnd) -> None:
+        """Ends the block as this report says, unless it has ended already."""
+        if self.outcome is None:
+            self.outcome, self.error, self.fault = end.outcome, end.error, end.fault
 
     def land(self, got: SpanResult, interval: Interval) -> None:
         """Take in one step that was not void. What follows a failed step is dropped."""
@@ -140,6 +226,7 @@ class Sequence:
             times=self._times(),
             steps=tuple(BlockStep(s.end_s, sum(p < returned_end for p in s.positions)) for s in self.steps),
             fault=self.fault,
+            refreshed_elsewhere=self.refreshed_elsewhere,
         )
 
     def _returned_ids(self, eos_token_ids: frozenset[int]) -> tuple[tuple[int, ...], bool]:

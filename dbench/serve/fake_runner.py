@@ -11,11 +11,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from dbench.serve.runner import Phase, Span, SpanResult, StepResult, Ticket
+from dbench.serve.runner import LayerWatcher, Phase, Span, SpanResult, StepResult, Ticket
 from dbench.serve.sequence import BlockTask
 
 NUM_TOKEN_IDS = 256
 """Scripted tokens are ids below this."""
+NUM_LAYERS = 2
+"""Of which watchers are told."""
 
 
 class Clock(Protocol):
@@ -122,9 +124,12 @@ class FakeRunner:
         self._failed_slots: set[int] = set()
         self._launched: dict[Ticket, _Launched] = {}
         self._num_launches = 0
+        self._watcher: LayerWatcher | None = None
         self._completed_s = float("-inf")
 
-    def attach(self, slot: int, task: BlockTask, pages: tuple[int, ...]) -> None:
+    def attach(
+        self, slot: int, task: BlockTask, pages: tuple[int, ...], fixed: Mapping[int, int] | None = None
+    ) -> None:
         assert slot not in self._slots, f"slot {slot} is attached already"
         assert len(pages) * self._page_size >= task.canvas_length, f"{len(pages)} pages for {task.canvas_length} tokens"
         assert self._lent.isdisjoint(pages), f"pages {sorted(self._lent & set(pages))} belong to another slot"
@@ -134,6 +139,15 @@ class FakeRunner:
         seed = task.request_seed
         order = sorted(range(task.block_start, task.block_end), key=lambda position: _mix(seed, position, 2))
         self._slots[slot] = _Slot(task, pages, order)
+        if fixed is not None:
+            assert 0 < len(fixed) < task.block_length, f"{task.key} was refreshed elsewhere, which fixed {fixed}"
+            self._slots[slot] = _Slot(
+                task,
+                pages,
+                [position for position in order if position not in fixed],
+                num_steps=1,
+                eos_positions=[position for position, token in fixed.items() if self._is_eos(token)],
+            )
 
     def launch(self, spans: tuple[Span, ...]) -> Ticket:
         assert spans, "a batch needs a span"
@@ -146,6 +160,10 @@ class FakeRunner:
             raise RuntimeError(f"scripted failure of launch {number}")
         launched_s = self._clock()
         results = tuple(self._run(span) for span in spans)
+        refreshed = tuple(span.slot for span in spans if span.phase is Phase.REFRESH)
+        if self._watcher is not None and refreshed:
+            for layer in range(NUM_LAYERS):
+                self._watcher.layer_written(refreshed, layer, _nothing_to_wait_for)
         rows = sum(span.num_rows for span in spans)
         start_s = max(launched_s, self._completed_s)
         self._completed_s = start_s + self._script.lag_s + rows * self._script.row_s
@@ -170,6 +188,9 @@ class FakeRunner:
         assert not any(slot in batch.slots for batch in self._launched.values()), f"slot {slot} is still in flight"
         self._lent.difference_update(self._slots.pop(slot).pages)
         self._failed_slots.discard(slot)
+
+    def watch_layers(self, watcher: LayerWatcher) -> None:
+        self._watcher = watcher
 
     def close(self) -> None:
         self._slots.clear()
@@ -210,6 +231,10 @@ class FakeRunner:
         while self._is_eos(token):
             token += 1
         return token
+
+
+def _nothing_to_wait_for() -> None:
+    """What is scripted is written at once."""
 
 
 def _is_cut(held: _Slot) -> bool:

@@ -8,9 +8,10 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from dbench.events import WorkerState
-from dbench.serve.policy import PrefillRoute, RouteState, WorkerLoad
+from dbench.options import COLOCATED
+from dbench.serve.routes import WorkerLoad
 from dbench.serve.sequence import BlockEnd, BlockKey
-from dbench.serve.wire import COLOCATED, WorkerStatus
+from dbench.serve.wire import PREFILL, WorkerStatus
 from dbench.serve.wire_link import EngineProgress, Hello, Ready
 
 
@@ -38,21 +39,40 @@ MAX_SILENCE_STEP_S = 2.0
 """More time than this between two looks at the workers is this process's own sleep, which must not be theirs."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Assignment:
-    """One attempt at a block that a worker holds."""
+    """One attempt at a block that a worker holds; in hybrid mode two workers hold it for a while."""
 
     canvas_length: int
     ready_s: float
     routed_s: float
+    prefill_tokens: int
+    """Of its refresh, until that is off the worker's account."""
+    is_charged: bool = True
+    """It counts in the worker's load; the blocks of a pinned request do not, the pin does."""
+    partner_id: int | None = None
+    """The other worker that holds it."""
+    epoch: int = 0
+    """Of the link to the partner."""
+    is_reported: bool = False
+    """The attempt has its BlockFinished."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pin:
+    """A request that keeps its worker, and what it charges there until it ends."""
+
+    prefill_tokens: int
+    canvas_length: int
 
 
 @dataclass(slots=True)
 class Worker:
-    """One worker; `length_sum` always equals the canvases of its assignments."""
+    """One worker, and its load: what is assigned and pinned to it and counts."""
 
     worker_id: int
     device: str
+    kind: str = COLOCATED
     is_remote: bool = False
     """Somebody else starts its process, on whatever host."""
     instance: str = ""
@@ -72,28 +92,78 @@ class Worker:
     clock_offset_s: float = math.inf
     """What turns its clock into ours: the smallest difference seen, the one with the shortest way."""
     assignments: dict[BlockKey, Assignment] = field(default_factory=dict)
+    pins: dict[str, Pin] = field(default_factory=dict)
+    """By request id."""
+    outstanding_prefill_tokens: int = 0
+    num_requests: int = 0
     length_sum: int = 0
+    num_pages_given: int = 0
+    """Pages that its assignments take or will take."""
     last_state: WorkerState | None = None
     num_iterations: int = 0
     num_forward_passes: int = 0
     num_unmasked_tokens: int = 0
 
     @property
-    def load(self) -> WorkerLoad:
-        """A colocated worker's prefill tokens fall when a block ends, as its length sum does."""
-        return WorkerLoad(self.worker_id, self.length_sum, len(self.assignments), self.length_sum)
+    def num_free_pages(self) -> int:
+        """Pages that no assignment has a claim to; 0 while its size is unknown."""
+        return 0 if self.capacity is None else self.capacity.pages_total - self.num_pages_given
+
+    def load(self, *, has_fast_link: bool = False) -> WorkerLoad:
+        return WorkerLoad(
+            self.worker_id,
+            self.outstanding_prefill_tokens,
+            self.num_requests,
+            self.length_sum,
+            self.num_free_pages,
+            has_fast_link,
+        )
+
+    def has_pages_for(self, canvas_length: int) -> bool:
+        return self._pages(canvas_length) <= self.num_free_pages
+
+    def can_ever_hold(self, canvas_length: int) -> bool:
+        return self.capacity is None or self._pages(canvas_length) <= self.capacity.pages_total
 
     def assign(self, key: BlockKey, assignment: Assignment) -> None:
         assert key not in self.assignments, f"worker {self.worker_id} already holds {key}"
         self.assignments[key] = assignment
-        self.length_sum += assignment.canvas_length
+        self.num_pages_given += self._pages(assignment.canvas_length)
+        if assignment.is_charged:
+            self._charge(assignment.prefill_tokens, 1, assignment.canvas_length)
+
+    def refresh_ended(self, key: BlockKey) -> None:
+        """Its prefill tokens are no longer outstanding; nothing for a block that it does not hold."""
+        assignment = self.assignments.get(key)
+        if assignment is not None and assignment.is_charged:
+            self._charge(-assignment.prefill_tokens, 0, 0)
+            assignment.prefill_tokens = 0
 
     def release(self, key: BlockKey) -> Assignment | None:
         """Take a block off its account; None when it does not hold it."""
         assignment = self.assignments.pop(key, None)
         if assignment is not None:
-            self.length_sum -= assignment.canvas_length
+            self.num_pages_given -= self._pages(assignment.canvas_length)
+            if assignment.is_charged:
+                self._charge(-assignment.prefill_tokens, -1, -assignment.canvas_length)
         return assignment
+
+    def pin(self, request_id: str, pin: Pin) -> None:
+        assert request_id not in self.pins, f"request {request_id} is pinned to worker {self.worker_id} already"
+        self.pins[request_id] = pin
+        self._charge(pin.prefill_tokens, 1, pin.canvas_length)
+
+    def unpin(self, request_id: str) -> None:
+        pin = self.pins.pop(request_id)
+        self._charge(-pin.prefill_tokens, -1, -pin.canvas_length)
+
+    def _charge(self, prefill_tokens: int, num_requests: int, length: int) -> None:
+        self.outstanding_prefill_tokens += prefill_tokens
+        self.num_requests += num_requests
+        self.length_sum += length
+
+    def _pages(self, canvas_length: int) -> int:
+        return 0 if self.capacity is None else -(-canvas_length // self.capacity.kv_page_size)
 
     def start(self) -> None:
         """A new process is expected under this id, of whose clock and size nothing is known."""
@@ -145,7 +215,7 @@ class Worker:
         phase = WorkerPhase.STARTING if is_restarted else self.phase
         return WorkerStatus(
             worker_id=self.worker_id,
-            kind=COLOCATED,
+            kind=self.kind,
             device=self.device,
             ready=is_ready,
             state=(seen.state if seen is not None else "idle") if is_ready else phase.value,
@@ -154,7 +224,7 @@ class Worker:
             kv_page_size=capacity.kv_page_size if capacity is not None else 0,
             queue_depth_waiting=seen.queue_depth_waiting if seen is not None else 0,
             queue_depth_active=seen.queue_depth_active if seen is not None else 0,
-            outstanding_prefill_tokens=self.length_sum,
+            outstanding_prefill_tokens=self.outstanding_prefill_tokens,
             num_iterations=self.num_iterations,
             num_forward_passes=self.num_forward_passes,
             num_unmasked_tokens=self.num_unmasked_tokens,
@@ -163,19 +233,64 @@ class Worker:
         )
 
 
+class LinkEpochs:
+    """Numbers of the links over which pairs of workers exchange KV; after a failure a pair gets a new one."""
+
+    def __init__(self) -> None:
+        self._epochs: dict[tuple[int, int], int] = {}
+        self._num_given = 0
+
+    def of(self, sender_id: int, receiver_id: int) -> int:
+        """The current one of a pair; no two pairs ever have the same."""
+        pair = (sender_id, receiver_id)
+        if pair not in self._epochs:
+            self._num_given += 1
+            self._epochs[pair] = self._num_given
+        return self._epochs[pair]
+
+    def end(self, epoch: int) -> None:
+        """This link has failed."""
+        self._epochs = {pair: current for pair, current in self._epochs.items() if current != epoch}
+
+    def end_all_of(self, worker_id: int) -> None:
+        """The worker has gone, and with it its links."""
+        self._epochs = {pair: current for pair, current in self._epochs.items() if worker_id not in pair}
+
+
+@dataclass(frozen=True, slots=True)
+class FleetRules:
+    """Which workers there are."""
+
+    devices: Sequence[str]
+    """Of the local ones, one each; their places are their ids."""
+    num_remote: int = 0
+    """Remote ones that are expected."""
+    startup_timeout_s: float = 300.0
+    num_prefill: int = 0
+    """So many, from the first, only refresh."""
+    refreshes_anywhere: bool = True
+    """All others refresh too."""
+
+
 class Fleet:
     """All workers, by id; those that are expected are there from the start: the local ones, then the remote ones."""
 
-    def __init__(self, devices: Sequence[str], num_remote: int = 0, startup_timeout_s: float = 300.0) -> None:
-        self.workers = {worker_id: Worker(worker_id, device) for worker_id, device in enumerate(devices)}
-        for worker_id in range(len(devices), len(devices) + num_remote):
+    def __init__(self, rules: FleetRules) -> None:
+        self.workers = {
+            worker_id: Worker(worker_id, device, PREFILL if worker_id < rules.num_prefill else COLOCATED)
+            for worker_id, device in enumerate(rules.devices)
+        }
+        for worker_id in range(len(rules.devices), len(rules.devices) + rules.num_remote):
             self.workers[worker_id] = Worker(worker_id, NOT_YET, is_remote=True, phase=WorkerPhase.AWAITED)
         self.num_expected = len(self.workers)
+        self.is_hybrid = rules.num_prefill > 0
+        self.links = LinkEpochs()
+        self._needed_kinds = (COLOCATED,) if rules.refreshes_anywhere else (PREFILL, COLOCATED)
         self.awaits_lost = False
         """Somebody starts lost local workers again; until then blocks wait for them."""
         self.is_closing = False
         """No worker comes any more."""
-        self._startup_timeout_s = startup_timeout_s
+        self._startup_timeout_s = rules.startup_timeout_s
         self.last_loss = ""
         self._looked_s: float | None = None
 
@@ -194,11 +309,24 @@ class Fleet:
         return all(self.workers[number].phase is WorkerPhase.READY for number in range(self.num_expected))
 
     @property
+    def can_work(self) -> bool:
+        """Requests that come now will be run by somebody who is ready."""
+        return self._has_every_kind(self.in_phase(WorkerPhase.READY))
+
+    @property
     def can_still_work(self) -> bool:
-        """A worker is ready or may become so."""
-        if self.in_phase(WorkerPhase.READY, WorkerPhase.STARTING, WorkerPhase.AWAITED):
-            return True
-        return any(self._is_awaited_after(worker) for worker in self.in_phase(WorkerPhase.DRAINING))
+        """Enough workers are ready or may become so."""
+        hopeful = self.in_phase(WorkerPhase.READY, WorkerPhase.STARTING, WorkerPhase.AWAITED)
+        awaited = [worker for worker in self.in_phase(WorkerPhase.DRAINING) if self._is_awaited_after(worker)]
+        return self._has_every_kind([*hopeful, *awaited])
+
+    def ready(self, kind: str) -> list[Worker]:
+        return [worker for worker in self.in_phase(WorkerPhase.READY) if worker.kind == kind]
+
+    def of_kind(self, kind: str) -> list[Worker]:
+        """Those that are ready or may become so."""
+        hopeful = self.in_phase(WorkerPhase.READY, WorkerPhase.STARTING, WorkerPhase.AWAITED)
+        return [worker for worker in hopeful if worker.kind == kind]
 
     def find_hanging(self, now_s: float, timeout_s: float) -> list[tuple[int, str]]:
         """Workers of which too little is heard, and what; to be called every second or so.
@@ -261,14 +389,8 @@ class Fleet:
         """Some worker comes, or came, from elsewhere."""
         return any(worker.is_remote for worker in self.workers.values())
 
-    def route(self, policy: PrefillRoute, state: RouteState, canvas_length: int, avoid: int | None) -> Worker | None:
-        """The worker that takes a canvas; `avoid` only when nobody else is there. None: nobody is ready."""
-        ready = self.in_phase(WorkerPhase.READY)
-        others = [worker for worker in ready if worker.worker_id != avoid]
-        candidates = others or ready
-        if not candidates:
-            return None
-        return self.workers[policy([worker.load for worker in candidates], canvas_length, state)]
-
     def statuses(self) -> tuple[WorkerStatus, ...]:
         return tuple(worker.status() for worker in self.workers.values())
+
+    def _has_every_kind(self, workers: Sequence[Worker]) -> bool:
+        return {worker.kind for worker in workers}.issuperset(self._needed_kinds)

@@ -85,7 +85,7 @@ class Hub:
     @property
     def is_ready(self) -> bool:
         """Requests that come now will be run by somebody."""
-        return self.is_open and not self.is_draining and bool(self._scheduler.fleet.in_phase(WorkerPhase.READY))
+        return self.is_open and not self.is_draining and self._scheduler.fleet.can_work
 
     @property
     def num_in_server(self) -> int:
@@ -166,6 +166,9 @@ class Hub:
         self.fatal_errors.pop(worker.worker_id, None)
         logger.info("worker %d (%s) joins", worker.worker_id, worker.device)
         return replace(hello, worker_id=worker.worker_id, device=worker.device)
+
+    def kind_of(self, worker_id: int) -> str:
+        return self._scheduler.fleet[worker_id].kind
 
     def connect(self, worker_id: int) -> Link:
         """For a worker whose stream has begun."""

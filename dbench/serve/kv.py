@@ -7,12 +7,42 @@ slot = page x page_size + offset.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from dbench.serve.families import ModelConfig
+from dbench.serve.runner import Runner
+
+
+class PageStore(Protocol):
+    """The KV pages of a runner."""
+
+    @property
+    def num_layers(self) -> int: ...
+
+    @property
+    def page_bytes(self) -> int:
+        """Of one page in one layer."""
+
+    @property
+    def device(self) -> torch.device: ...
+
+    def read_pages(self, layer: int, pages: Sequence[int]) -> Tensor:
+        """A copy, one-dimensional uint8."""
+
+    def write_pages(self, layer: int, pages: Sequence[int], data: Tensor) -> None:
+        """The inverse of read_pages."""
+
+
+class KvRunner(Runner, Protocol):
+    """A runner whose pages can be sent and received."""
+
+    @property
+    def kv(self) -> PageStore: ...
 
 
 class KvPool:
@@ -33,6 +63,32 @@ class KvPool:
         """Store rows at their slots; a row with slot -1 is skipped."""
         self._slots[layer, 0][slots_T] = k_THD
         self._slots[layer, 1][slots_T] = v_THD
+
+    @property
+    def num_layers(self) -> int:
+        return len(self._pool)
+
+    @property
+    def device(self) -> torch.device:
+        return self._pool.device
+
+    def read_pages(self, layer: int, pages: Sequence[int]) -> Tensor:
+        """A copy of a layer's keys and values in whole pages, as bytes; `write_pages` of a pool like this takes it."""
+        pages_N = torch.tensor(pages, dtype=torch.int64, device=self.device)
+        return self._pool[layer].index_select(1, pages_N).flatten().view(torch.uint8)
+
+    def write_pages(self, layer: int, pages: Sequence[int], data: Tensor) -> None:
+        """Fill whole pages with what `read_pages` gave. Raises ValueError for bytes of another number of pages."""
+        if data.numel() != self.page_bytes * len(pages):
+            raise ValueError(f"{data.numel()} bytes for {len(pages)} pages of {self.page_bytes} bytes per layer")
+        shape = (2, len(pages), *self._pool.shape[3:])
+        pages_N = torch.tensor(pages, dtype=torch.int64, device=self.device)
+        self._pool[layer].index_copy_(1, pages_N, data.view(self._pool.dtype).view(shape))
+
+    @property
+    def page_bytes(self) -> int:
+        """Of one page in one layer, keys and values."""
+        return 2 * math.prod(self._pool.shape[3:]) * self._pool.element_size()
 
     def layer(self, number: int) -> Tensor:
         """All places of one layer, [2, places, H, D]; the last place is nobody's."""

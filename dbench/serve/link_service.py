@@ -44,9 +44,11 @@ class WorkerTerms:
     """Also workers that it has not started itself."""
     engine: EngineOptions
     model_fingerprint: str
+    meeting_address: str = ""
+    """Of the store at which workers meet that exchange KV; empty in colocated mode."""
 
-    def welcome(self, worker_id: int) -> Welcome:
-        return Welcome(worker_id, self.engine, self.model_fingerprint)
+    def welcome(self, worker_id: int, kind: str) -> Welcome:
+        return Welcome(worker_id, self.engine, self.model_fingerprint, kind, self.meeting_address)
 
 
 class WorkerLinkService(WorkerLinkServicer):
@@ -61,7 +63,7 @@ class WorkerLinkService(WorkerLinkServicer):
         hello = await self._admit(await anext(messages, None), context)
         assert hello.worker_id is not None, "a worker that was taken in has its id"
         link = self._hub.connect(hello.worker_id)
-        link.commands.put_nowait(self._terms.welcome(hello.worker_id))
+        link.commands.put_nowait(self._terms.welcome(hello.worker_id, self._hub.kind_of(hello.worker_id)))
         writer = asyncio.create_task(_write(link, context))
         reader = asyncio.create_task(self._read(messages, hello, hello.worker_id, link))
         closed = asyncio.create_task(link.closed.wait())

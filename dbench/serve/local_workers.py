@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import signal
 from collections.abc import Callable, Sequence
 
@@ -81,7 +82,7 @@ class LocalWorker:
         self.is_unwanted = True
         if self._process is not None and self._process.returncode is None:
             try:
-                self._process.send_signal(number)
+                os.kill(self._process.pid, number)  # Popen's own would take its end from those who wait for it
             except ProcessLookupError:
                 logger.debug("worker %d has ended already", self.worker_id)
 

@@ -7,6 +7,7 @@ Rows of all sequences lie one after another without padding; only attention look
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -38,6 +39,10 @@ class Rotation:
         return swapped.mul_(self.sin).addcmul_(x, self.cos).to(x_THD.dtype)
 
 
+def _nobody_listens(layer: int) -> None:
+    """The layers of most batches are nobody's business."""
+
+
 class Model:
     """Weights and how to run them; holds no state between calls."""
 
@@ -48,10 +53,11 @@ class Model:
         half = torch.arange(0, config.head_dim, 2, dtype=torch.float32, device=weights.embedding_VE.device)
         self._frequencies = 1.0 / config.rope_theta ** (half / config.head_dim)
 
-    def forward(self, batch: PackedBatch, kv: KvPool) -> Tensor:
+    def forward(self, batch: PackedBatch, kv: KvPool, written: Callable[[int], None] = _nobody_listens) -> Tensor:
         """Write K and V of every row of the batch; give the normalised hidden states of its output rows, [R, E].
 
-        In the last layer, all but K and V is computed for the output rows only.
+        In the last layer, all but K and V is computed for the output rows only. `written` gets every layer's number
+        when its K and V are in place.
         """
         config, layers, slots_T = self._config, self._weights.layers, batch.kv_slots_T
         heads, key_end = config.n_heads, config.n_heads + config.n_kv_heads
@@ -63,14 +69,17 @@ class Model:
             qkv_TXD = self._heads(linear(h_TE, layer.qkv_FE, layer.qkv_bias_F))
             qk_TXD = rotation.apply(qkv_TXD[:, :key_end])
             kv.write(number, qk_TXD[:, heads:], qkv_TXD[:, key_end:], slots_T)
+            written(number)
             self._finish_layer(x_TE, plan.attend(qk_TXD[:, :heads], kv, number), layer)
-        return self._last_layer(x_TE, rotation, batch, kv)
+        return self._last_layer(x_TE, rotation, batch, kv, written)
 
     def logits(self, x_RE: Tensor) -> Tensor:
         """[R, E] -> [R, V] in the model's number format."""
         return linear(x_RE, self._weights.lm_head_VE)
 
-    def _last_layer(self, x_TE: Tensor, rotation: Rotation, batch: PackedBatch, kv: KvPool) -> Tensor:
+    def _last_layer(
+        self, x_TE: Tensor, rotation: Rotation, batch: PackedBatch, kv: KvPool, written: Callable[[int], None]
+    ) -> Tensor:
         config, layer, number = self._config, self._weights.layers[-1], self._config.n_layers - 1
         query_rows = config.n_heads * config.head_dim
         wq_FE, wkv_FE = layer.qkv_FE[:query_rows], layer.qkv_FE[query_rows:]
@@ -79,6 +88,7 @@ class Model:
         kv_TXD = self._heads(linear(h_TE, wkv_FE, None if bias_F is None else bias_F[query_rows:]))
         k_TKD, v_TKD = kv_TXD[:, : config.n_kv_heads], kv_TXD[:, config.n_kv_heads :]
         kv.write(number, rotation.apply(k_TKD), v_TKD, batch.kv_slots_T)
+        written(number)
         rows_R = batch.output_rows_R
         q_RHD = self._heads(linear(h_TE[rows_R], wq_FE, None if bias_F is None else bias_F[:query_rows]))
         x_RE = x_TE[rows_R]

@@ -11,7 +11,7 @@ from typing import Protocol
 
 import torch
 
-from dbench.serve.runner import Operation
+from dbench.serve.runner import LayerWatcher, Operation, Phase, Span
 
 
 class Marks(Protocol):
@@ -22,6 +22,9 @@ class Marks(Protocol):
     def begin(self, operation: Operation) -> None: ...
 
     def end(self, operation: Operation) -> None: ...
+
+    def written(self, layer: int) -> None:
+        """Its K and V are in the pages once what is queued has run."""
 
 
 class NoMarks:
@@ -34,6 +37,9 @@ class NoMarks:
         pass
 
     def end(self, operation: Operation) -> None:
+        pass
+
+    def written(self, layer: int) -> None:
         pass
 
 
@@ -64,9 +70,41 @@ class LayerMarks:
         if self._is_inside:
             self._ends[operation].record()
 
+    def written(self, layer: int) -> None:
+        pass
+
     def seconds(self) -> dict[Operation, float]:
         """Time of each operation in all layers; the pass must be complete."""
         return {
             operation: self._begins[operation].elapsed_time(self._ends[operation]) / 1e3 * self._num_layers
             for operation in Operation
         }
+
+
+def watched(marks: Marks, watcher: LayerWatcher | None, spans: tuple[Span, ...]) -> Marks:
+    """The marks, which also tell the watcher of the refreshes among the spans, if there are both."""
+    refreshed = tuple(span.slot for span in spans if span.phase is Phase.REFRESH)
+    return marks if watcher is None or not refreshed else WatchedMarks(marks, watcher, refreshed)
+
+
+class WatchedMarks:
+    """Passes everything on to other marks, and tells a watcher of every layer, with an event to wait for."""
+
+    def __init__(self, marks: Marks, watcher: LayerWatcher, slots: tuple[int, ...]) -> None:
+        self._marks = marks
+        self._watcher = watcher
+        self._slots = slots
+
+    def enter(self, layer: int) -> None:
+        self._marks.enter(layer)
+
+    def begin(self, operation: Operation) -> None:
+        self._marks.begin(operation)
+
+    def end(self, operation: Operation) -> None:
+        self._marks.end(operation)
+
+    def written(self, layer: int) -> None:
+        event = torch.cuda.Event()
+        event.record()
+        self._watcher.layer_written(self._slots, layer, event.wait)

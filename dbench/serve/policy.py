@@ -1,12 +1,8 @@
-"""What a worker and the scheduler choose by: tables of pure functions, and the token budget.
-
-Nothing here changes anything but RouteState, which its owner hands in.
-"""
+"""What a worker chooses by: which refreshes join a batch, and which rows a step computes. Pure functions only."""
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import islice
@@ -194,53 +190,3 @@ SPANS: dict[str, dict[str, SpanRule]] = {
     "none": {"refresh": whole_canvas, "decode": whole_canvas},
 }
 """Cache mode -> phase -> rows of a block's step, from the task and the model's logit shift (LLaDA 0)."""
-
-
-# ---- which worker refreshes a block -------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerLoad:
-    """What the scheduler has given to a worker and not got back."""
-
-    worker_id: int
-    outstanding_prefill_tokens: int
-    num_requests: int
-    length_sum: int
-    """Canvas tokens of its blocks."""
-
-
-@dataclass(slots=True)
-class RouteState:
-    """What a route remembers between calls; one per scheduler."""
-
-    generator: random.Random
-    """Breaks ties."""
-    last_worker_id: int = -1
-    """Where round_robin went last."""
-
-
-PrefillRoute = Callable[[Sequence[WorkerLoad], int, RouteState], int]
-
-
-def round_robin(loads: Sequence[WorkerLoad], canvas_length: int, state: RouteState) -> int:
-    """The next worker by id after the last one; workers may come and go in between. Mutates `state`."""
-    ids = sorted(load.worker_id for load in loads)
-    assert ids, "no worker to route to"
-    state.last_worker_id = next((i for i in ids if i > state.last_worker_id), ids[0])
-    return state.last_worker_id
-
-
-def least_outstanding_prefill_tokens(loads: Sequence[WorkerLoad], canvas_length: int, state: RouteState) -> int:
-    """The worker with the fewest outstanding tokens; the generator in `state` draws among equals."""
-    assert loads, "no worker to route to"
-    least = min(load.outstanding_prefill_tokens for load in loads)
-    ids = sorted(load.worker_id for load in loads if load.outstanding_prefill_tokens == least)
-    return ids[0] if len(ids) == 1 else state.generator.choice(ids)
-
-
-PREFILL_ROUTES: dict[str, PrefillRoute] = {
-    "least_outstanding_prefill_tokens": least_outstanding_prefill_tokens,
-    "round_robin": round_robin,
-}
-"""prefill_scheduler_policy -> worker id for a canvas, from the loads of the workers that may take it."""

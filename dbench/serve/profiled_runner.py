@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from pathlib import Path
 
 from torch.profiler import profile
 
-from dbench.serve.runner import Runner, Span, StepResult, Ticket
+from dbench.serve.kv import KvRunner, PageStore
+from dbench.serve.runner import LayerWatcher, Span, StepResult, Ticket
 from dbench.serve.sequence import BlockTask
 
 FIRST_BATCH = 100
@@ -20,14 +22,23 @@ logger = logging.getLogger(__name__)
 class ProfiledRunner:
     """Passes everything on. Batches FIRST_BATCH to FIRST_BATCH + NUM_BATCHES - 1 are profiled, or those until close."""
 
-    def __init__(self, runner: Runner, folder: Path, device: str) -> None:
+    def __init__(self, runner: KvRunner, folder: Path, device: str) -> None:
         self._runner = runner
         self._path = folder / f"{device.replace(':', '-')}.trace.json.gz"
         self._num_launched = 0
         self._profile: profile | None = None
 
-    def attach(self, slot: int, task: BlockTask, pages: tuple[int, ...]) -> None:
-        self._runner.attach(slot, task, pages)
+    @property
+    def kv(self) -> PageStore:
+        return self._runner.kv
+
+    def attach(
+        self, slot: int, task: BlockTask, pages: tuple[int, ...], fixed: Mapping[int, int] | None = None
+    ) -> None:
+        self._runner.attach(slot, task, pages, fixed)
+
+    def watch_layers(self, watcher: LayerWatcher) -> None:
+        self._runner.watch_layers(watcher)
 
     def launch(self, spans: tuple[Span, ...]) -> Ticket:
         if self._num_launched == FIRST_BATCH:

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from types import FrameType
+from typing import TYPE_CHECKING
 
 from dbench.errors import (
     EXIT_FAILED,
@@ -31,10 +32,21 @@ from dbench.errors import (
 from dbench.options import EngineOptions
 from dbench.serve.deployment import Deployment, deployment_of
 from dbench.serve.engine import Engine
-from dbench.serve.runner import Runner
 from dbench.serve.wire_link import Fatal, Hello, Leaving, Welcome
-from dbench.serve.worker import WorkerLoop, load_runner, new_engine, ready, wait_for_welcome, yield_the_cpu
+from dbench.serve.worker import (
+    WorkerLoop,
+    load_runner,
+    new_engine,
+    new_transfer,
+    ready,
+    wait_for_welcome,
+    yield_the_cpu,
+)
 from dbench.serve.worker_stream import WorkerStream
+
+if TYPE_CHECKING:
+    from dbench.serve.kv import KvRunner
+    from dbench.serve.transfer import Transfer
 
 CUDA = "cuda:"
 FIRST_PAUSE_S = 1.0
@@ -67,10 +79,19 @@ class Loaded:
     engine: EngineOptions
     fingerprint: str
     deployment: Deployment
-    runner: Runner
+    runner: KvRunner
 
     def suits(self, welcome: Welcome) -> bool:
         return (self.engine, self.fingerprint) == (welcome.engine, welcome.model_fingerprint)
+
+
+@dataclass(frozen=True, slots=True)
+class InService:
+    """What serves one server, from its welcome to the end of the stream."""
+
+    worker_id: int
+    engine: Engine
+    transfer: Transfer | None
 
 
 class RemoteWorker:
@@ -154,10 +175,10 @@ class RemoteWorker:
         stream.start()
         was_ready = False
         try:
-            engine, worker_id = self._prepare(stream)
+            own = self._prepare(stream)
             was_ready = True
-            self._on_ready(worker_id)
-            self._serve(engine, stream)
+            self._on_ready(own.worker_id)
+            self._serve(own, stream)
             return was_ready, "the server ends"
         except ServerUnavailable as error:
             return was_ready, str(error)
@@ -173,26 +194,27 @@ class RemoteWorker:
         finally:
             stream.close()
 
-    def _prepare(self, stream: WorkerStream) -> tuple[Engine, int]:
+    def _prepare(self, stream: WorkerStream) -> InService:
         """Load what the server wants, if it is not loaded already, and report ready."""
         welcome = wait_for_welcome(stream)
         logger.info("%s: taken in as worker %d", self._config.scheduler, welcome.worker_id)
         loaded = self._load(welcome)
         if not stream.is_open:
             raise ServerUnavailable("the stream to the scheduler ended while the model was loaded")
-        engine = new_engine(loaded.deployment, loaded.runner, welcome.worker_id)
+        transfer = new_transfer(welcome, loaded.deployment, loaded.runner, stream)
+        engine = new_engine(welcome, loaded.deployment, loaded.runner, transfer)
         stream.send(ready(loaded.deployment))
-        return engine, welcome.worker_id
+        return InService(welcome.worker_id, engine, transfer)
 
-    def _serve(self, engine: Engine, stream: WorkerStream) -> None:
+    def _serve(self, own: InService, stream: WorkerStream) -> None:
         """Until drained. A lost stream leaves the engine empty, so that its runner can serve another."""
         has_returned = threading.Event()
         threading.Thread(target=self._end_if_hanging, args=(stream, has_returned), daemon=True).start()
         self._in_service = stream
         try:
-            WorkerLoop(engine, stream, self._config.drain_timeout_s).run()
+            WorkerLoop(own.engine, stream, self._config.drain_timeout_s, own.transfer).run()
         except ServerUnavailable:
-            empty(engine)
+            empty(own.engine)
             raise
         finally:
             self._in_service = None

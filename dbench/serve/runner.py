@@ -6,7 +6,7 @@ A plan names slots and spans, never ids: ids, masks and done flags live in the r
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import NewType, Protocol
@@ -76,13 +76,29 @@ class StepResult:
     """Seconds of all layers, in a batch that was sampled for them."""
 
 
+class LayerWatcher(Protocol):
+    """Learns of K and V as they are written, layer by layer, while the batch still runs."""
+
+    def layer_written(self, slots: tuple[int, ...], layer: int, wait: Callable[[], None]) -> None:
+        """This layer's K and V of the whole canvas are written for the refreshes in these slots, once `wait` has been
+        called: it makes the stream of the thread that calls it wait for them (on a CPU there is nothing to wait for).
+
+        Called for every layer in order, in the thread that launches the batch or in the device's own; it must return
+        at once. A batch that fails may leave layers out.
+        """
+
+
 class Runner(Protocol):
     """A device that holds slots and computes spans."""
 
-    def attach(self, slot: int, task: BlockTask, pages: tuple[int, ...]) -> None:
+    def attach(
+        self, slot: int, task: BlockTask, pages: tuple[int, ...], fixed: Mapping[int, int] | None = None
+    ) -> None:
         """Give `slot` to a block: its ids, masks by position, rule parameters and page table.
 
-        `pages` cover the whole canvas: position i lies in pages[i // page_size] at i % page_size.
+        `pages` cover the whole canvas: position i lies in pages[i // page_size] at i % page_size. With `fixed`, canvas
+        position -> token id, the block has been refreshed elsewhere: these are no masks any more, the KV is in the
+        pages, and its next span is step 1.
         """
 
     def launch(self, spans: tuple[Span, ...]) -> Ticket:
@@ -100,6 +116,9 @@ class Runner(Protocol):
 
     def detach(self, slot: int) -> None:
         """Take the slot back; its pages may be given to others once earlier launches are complete."""
+
+    def watch_layers(self, watcher: LayerWatcher) -> None:
+        """Tell `watcher` of the layers of every refresh from now on."""
 
     def close(self) -> None:
         """Release the device."""

@@ -3,13 +3,16 @@
 No I/O and no clock of its own: calls bring `now_s`, what must be done is taken with `take_output`.
 A request is PENDING or WAITING_NEXT_BLOCK while no worker has its block, PREFILLING once one has,
 DECODING once its refresh has ended. A lost worker or a failed batch sends it back to the first two.
+
+In hybrid mode a block may have two workers, one that refreshes it and one that decodes it. The second takes pages
+first (ReserveBlock), then the first is told to send the KV there (SendBlock); a refreshed block is WAITING_DECODE
+until the second has begun with it. Whatever one of them reports, the attempt ends for both.
 """
 
 from __future__ import annotations
 
-from array import array
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 from dbench.errors import QueueFullError, ServerUnavailable
 from dbench.events import (
@@ -25,71 +28,51 @@ from dbench.events import (
     event_from_json,
     shifted,
 )
+from dbench.serve.backlog import Backlog
 from dbench.serve.block_ends import Problem, block_finished, problem_of
-from dbench.serve.finished import FinishedRequests, Retention
 from dbench.serve.fleet import SCHEDULER, Assignment, Fleet, Worker, WorkerPhase
-from dbench.serve.policy import PrefillRoute, RouteState
-from dbench.serve.sequence import BlockEnd, BlockKey, BlockOutcome, Fault, Request, Status, derive_request_seed
-from dbench.serve.tracking import RequestShape, TrackedRequest
-from dbench.serve.validation import RequestLimits, check_submission
+from dbench.serve.placement import Placement, Placer
+from dbench.serve.requests import Requests
+from dbench.serve.scheduler_records import SchedulerOutput, SchedulerRules
+from dbench.serve.sequence import BlockEnd, BlockKey, BlockOutcome, Fault, Status
+from dbench.serve.tracking import TrackedRequest
+from dbench.serve.validation import check_submission
 from dbench.serve.wire import NOT_FOUND, PollState, Submission
-from dbench.serve.wire_link import CancelBlock, Command, Drain, EngineProgress, Hello, Ready, RunBlock
-
-
-@dataclass(frozen=True, slots=True)
-class SchedulerRules:
-    """The numbers that a scheduler goes by."""
-
-    limits: RequestLimits
-    mask_token_id: int
-    max_block_retries: int
-    max_queued_requests: int
-    worker_timeout_s: float
-    """Of one iteration of a worker, and of its silence."""
-    retention: Retention = field(default_factory=Retention)
-    """Of finished requests, for Poll."""
-
-
-@dataclass(slots=True)
-class SchedulerOutput:
-    """What came of the calls since the last take_output, in order."""
-
-    commands: list[tuple[int, Command]] = field(default_factory=list)
-    """With the worker that gets each."""
-    events: list[Event] = field(default_factory=list)
-    changed: list[str] = field(default_factory=list)
-    """Requests of which a client may see more than before."""
+from dbench.serve.wire_link import (
+    CancelBlock,
+    Drain,
+    EngineProgress,
+    Hello,
+    Ready,
+    ReserveBlock,
+    RunBlock,
+    SendBlock,
+)
 
 
 class Scheduler:
-    """Every public call leaves all pending blocks routed if any worker is ready."""
+    """Every public call leaves all blocks routed that the placer has a place for."""
 
-    def __init__(
-        self,
-        rules: SchedulerRules,
-        fleet: Fleet,
-        policy: PrefillRoute,
-        route_state: RouteState,
-        new_id: Callable[[], str],
-    ) -> None:
+    def __init__(self, rules: SchedulerRules, fleet: Fleet, placer: Placer, new_id: Callable[[], str]) -> None:
         self.rules = rules
         self.fleet = fleet
-        self.num_by_status: dict[Status, int] = dict.fromkeys((s for s in Status if s.is_final), 0)
-        self._policy = policy
-        self._route_state = route_state
-        self._new_id = new_id
-        self._running: dict[str, TrackedRequest] = {}
-        self._finished = FinishedRequests(rules.retention, rules.mask_token_id)
-        self._pending: dict[str, TrackedRequest] = {}
-        self._pending_tokens = 0
-        self._num_submitted = 0
-        self._last_depth = (0, 0)
+        self._placer = placer
+        self._requests = Requests(rules, new_id)
+        self._pending = Backlog()
+        self._decode_ready = Backlog()
+        """Refreshed, and nobody has room to decode it."""
+        self._last_depth = (0, 0, 0)
         self._output = SchedulerOutput()
+
+    @property
+    def num_by_status(self) -> Mapping[Status, int]:
+        """Requests that have ended, by their final status."""
+        return self._requests.num_by_status
 
     @property
     def num_in_server(self) -> int:
         """Requests without a final status."""
-        return len(self._running)
+        return len(self._requests.running)
 
     @property
     def num_pending(self) -> int:
@@ -107,17 +90,16 @@ class Scheduler:
 
         Raises RequestError, QueueFullError, or ServerUnavailable when no worker is left to run it.
         """
-        self._finished.forget_old(now_s)
+        self._requests.forget_old(now_s)
         limits = self.rules.limits
         check_submission(submission, limits)
-        if len(self._running) >= self.rules.max_queued_requests:
+        if len(self._requests.running) >= self.rules.max_queued_requests:
             raise QueueFullError(
-                f"the server holds {len(self._running)} requests, its max_queued_requests; try again later"
+                f"the server holds {len(self._requests.running)} requests, its max_queued_requests; try again later"
             )
         if not self.fleet.can_still_work:
             raise ServerUnavailable(self._no_worker_left())
-        tracked = self._track(submission, now_s)
-        self._running[tracked.request.request_id] = tracked
+        tracked = self._requests.add(submission, now_s)
         self._emit(
             RequestArrived(now_s, SCHEDULER, tracked.request.request_id, len(tracked.tokens), submission.gen_length)
         )
@@ -126,25 +108,22 @@ class Scheduler:
         return tracked
 
     def poll(self, request_id: str, now_s: float) -> PollState:
-        self._finished.forget_old(now_s)
-        tracked = self._running.get(request_id)
-        if tracked is not None:
-            return tracked.poll_state(self.rules.mask_token_id)
-        return self._finished.poll(request_id) or PollState(NOT_FOUND)
+        self._requests.forget_old(now_s)
+        return self._requests.poll(request_id) or PollState(NOT_FOUND)
 
     def cancel(self, request_id: str, now_s: float, reason: str = "cancelled by the client") -> str:
         """End a request as CANCELLED unless it is final; returns its status after the call."""
-        self._finished.forget_old(now_s)
-        tracked = self._running.get(request_id)
+        self._requests.forget_old(now_s)
+        tracked = self._requests.running.get(request_id)
         if tracked is None:
-            return self._finished.status(request_id) or NOT_FOUND
+            return self._requests.finished.status(request_id) or NOT_FOUND
         self._finish(tracked, Status.CANCELLED, reason, now_s)
         self._settle(now_s)
         return tracked.status.value
 
     def cancel_all(self, reason: str, now_s: float) -> None:
         """End every request that is not final as CANCELLED."""
-        for tracked in list(self._running.values()):
+        for tracked in list(self._requests.running.values()):
             self._finish(tracked, Status.CANCELLED, reason, now_s)
         self._settle(now_s)
 
@@ -157,9 +136,8 @@ class Scheduler:
         if worker.phase is not WorkerPhase.STARTING:
             raise ValueError(f"worker {hello.worker_id} says that it is ready but is {worker.phase}, not starting")
         worker.become_ready(hello.device, hello.pid, ready, now_s)
-        self._emit(
-            WorkerUp(now_s, SCHEDULER, hello.worker_id, hello.device, ready.pages_total, ready.kv_page_size, hello.pid)
-        )
+        pages, page_size = ready.pages_total, ready.kv_page_size
+        self._emit(WorkerUp(now_s, SCHEDULER, hello.worker_id, hello.device, pages, page_size, hello.pid, worker.kind))
         self._settle(now_s)
 
     def worker_leaves(self, worker_id: int, now_s: float) -> None:
@@ -190,8 +168,9 @@ class Scheduler:
             loss, fault = f"worker {worker_id} was lost: {reason}", Fault.WORKER
             self._emit(WorkerLost(now_s, SCHEDULER, worker_id, reason))
         self.fleet.vacate(worker, loss, now_s)
+        self.fleet.links.end_all_of(worker_id)
         for key in list(worker.assignments):
-            self._end_block(worker, BlockEnd.without_steps(key, BlockOutcome.FAILED, loss, fault), now_s)
+            self._lose_block(worker, BlockEnd.without_steps(key, BlockOutcome.FAILED, loss, fault), now_s)
         self._settle(now_s)
 
     def _drain(self, worker: Worker) -> None:
@@ -225,10 +204,12 @@ class Scheduler:
             if isinstance(event, WorkerState):
                 worker.last_state = event
             self._emit(event)
+        for key in progress.reserved:
+            self._send_block(worker, key)
         for key in progress.refreshed:
-            tracked = self._current(worker, key)
-            if tracked is not None:
-                tracked.status = Status.DECODING
+            self._note_refreshed(worker, key)
+        for key in progress.handed_over:
+            self._hand_over(worker, key)
         for end in progress.ended:
             self._end_block(worker, end, now_s)
         self._settle(now_s)
@@ -236,24 +217,41 @@ class Scheduler:
     # ---- blocks ----
 
     def _end_block(self, worker: Worker, end: BlockEnd, now_s: float) -> None:
+        """The first of a block's workers to report its end ends it for the other too."""
         tracked = self._current(worker, end.key)
         assignment = worker.release(end.key)
         if assignment is None:
             return
         worker.count(end)
-        self._emit(block_finished(worker, end, assignment, now_s))
+        partner = None if assignment.partner_id is None else self.fleet[assignment.partner_id]
+        finished = block_finished(worker, end, assignment, now_s, partner)
+        if not assignment.is_reported:
+            self._emit(finished)
+            if partner is not None and end.key in partner.assignments:
+                partner.assignments[end.key].is_reported = True
+        if end.fault is Fault.TRANSFER:
+            self.fleet.links.end(assignment.epoch)
         if tracked is None:
             return
-        tracked.worker_id = None
-        if end.times is not None and tracked.first_refresh_s is None:
-            tracked.first_refresh_s = end.times.refresh_start_s + worker.clock_offset_s
+        self._leave_workers(tracked, but=worker)
+        if tracked.first_refresh_s is None:
+            tracked.first_refresh_s = finished.refresh_start_s
         problem = problem_of(end, tracked, worker)
         if problem is None:
             self._advance(tracked, end, now_s)
         elif problem.fault is Fault.OWN:
             self._finish(tracked, Status.ERROR, problem.text, now_s)
         else:
-            self._retry(tracked, worker.worker_id, problem, now_s)
+            culprit = partner if partner is not None and problem.fault is Fault.TRANSFER else worker
+            self._retry(tracked, culprit.worker_id, problem, now_s)
+
+    def _lose_block(self, worker: Worker, end: BlockEnd, now_s: float) -> None:
+        """End a block of a lost worker, unless that had sent its KV to one that decodes it already."""
+        tracked = self._current(worker, end.key)
+        if tracked is not None and tracked.worker_id != worker.worker_id and tracked.status is Status.DECODING:
+            self._hand_over(worker, end.key)
+        else:
+            self._end_block(worker, end, now_s)
 
     def _advance(self, tracked: TrackedRequest, end: BlockEnd, now_s: float) -> None:
         tracked.append_block(end.token_ids, len(end.steps))
@@ -277,67 +275,107 @@ class Scheduler:
     def _make_pending(self, tracked: TrackedRequest, now_s: float) -> None:
         tracked.ready_s = now_s
         tracked.status = Status.WAITING_NEXT_BLOCK if tracked.block_index else Status.PENDING
-        self._pending[tracked.request.request_id] = tracked
-        self._pending_tokens += tracked.shape.canvas_length
-
-    def _leave_pending(self, tracked: TrackedRequest) -> None:
-        if self._pending.pop(tracked.request.request_id, None) is not None:
-            self._pending_tokens -= tracked.shape.canvas_length
+        self._pending.add(tracked)
 
     def _settle(self, now_s: float) -> None:
-        """Route what can be routed, by submission order, and end what nobody will ever run."""
-        if self._pending and self.fleet.in_phase(WorkerPhase.READY):
-            for tracked in sorted(self._pending.values(), key=lambda waiting: waiting.serial):
-                self._route(tracked, now_s)
-        elif self._pending and not self.fleet.can_still_work:
-            for tracked in list(self._pending.values()):
+        """Route what has a place, strictly by submission order, and end what nobody will ever run."""
+        while (tracked := self._decode_ready.oldest()) is not None and self.fleet.can_still_work:
+            assert tracked.refresher_id is not None, f"{tracked.key} is refreshed but nobody has its KV"
+            decoder = self._placer.decoder_for(tracked, self.fleet[tracked.refresher_id])
+            if decoder is None:
+                break
+            self._decode_ready.discard(tracked)
+            self._reserve(tracked, decoder)
+        while (tracked := self._pending.oldest()) is not None:
+            placement = self._placer.place(tracked, others_wait=bool(self._decode_ready))
+            if placement is None:
+                break
+            self._route(tracked, placement, now_s)
+        if not self.fleet.can_still_work:
+            for tracked in (*self._pending, *self._decode_ready):
                 self._finish(tracked, Status.ERROR, self._no_worker_left(), now_s)
-        depth = (len(self._pending), self._pending_tokens)
+        depth = (len(self._pending), self._pending.num_tokens, len(self._decode_ready))
         if depth != self._last_depth:
             self._last_depth = depth
             self._emit(SchedulerDepth(now_s, SCHEDULER, *depth))
 
-    def _route(self, tracked: TrackedRequest, now_s: float) -> None:
+    def _route(self, tracked: TrackedRequest, placement: Placement, now_s: float) -> None:
+        refresher, decoder, key = placement.refresher, placement.decoder, tracked.key
         canvas = tracked.shape.canvas_length
-        worker = self.fleet.route(self._policy, self._route_state, canvas, tracked.avoid_worker_id)
-        assert worker is not None, "routing without a ready worker"
-        self._leave_pending(tracked)
-        key = tracked.key
-        worker.assign(key, Assignment(canvas, tracked.ready_s, now_s))
-        tracked.worker_id = worker.worker_id
+        self._pending.discard(tracked)
+        refresher.assign(key, Assignment(canvas, tracked.ready_s, now_s, canvas, is_charged=tracked.pinned_to is None))
         tracked.status = Status.PREFILLING
-        self._output.commands.append((worker.worker_id, RunBlock(tracked.task())))
-        self._emit(BlockRouted(now_s, SCHEDULER, key.request_id, key.block_index, key.attempt, worker.worker_id))
+        self._output.commands.append((refresher.worker_id, RunBlock(tracked.task())))
+        decoder_id = decoder.worker_id if decoder is not None and placement.is_split else None
+        self._emit(
+            BlockRouted(now_s, SCHEDULER, key.request_id, key.block_index, key.attempt, refresher.worker_id, decoder_id)
+        )
+        if not placement.is_split:
+            tracked.worker_id = refresher.worker_id
+            return
+        tracked.refresher_id = refresher.worker_id
+        if decoder is not None:
+            self._reserve(tracked, decoder)
+
+    # ---- blocks with two workers ----
+
+    def _reserve(self, tracked: TrackedRequest, decoder: Worker) -> None:
+        """Let a worker take pages for a block that another one refreshes."""
+        assert tracked.refresher_id is not None, f"{tracked.key} has nobody who refreshes it"
+        refresher = self.fleet[tracked.refresher_id]
+        given = refresher.assignments[tracked.key]
+        given.partner_id = decoder.worker_id
+        given.epoch = self.fleet.links.of(refresher.worker_id, decoder.worker_id)
+        decoder.assign(tracked.key, replace(given, prefill_tokens=0, partner_id=refresher.worker_id))
+        tracked.worker_id = decoder.worker_id
+        command = ReserveBlock(tracked.task(), refresher.worker_id, given.epoch)
+        self._output.commands.append((decoder.worker_id, command))
+
+    def _send_block(self, decoder: Worker, key: BlockKey) -> None:
+        """The worker that decodes a block has taken pages for it."""
+        tracked = self._current(decoder, key)
+        if tracked is not None and tracked.refresher_id is not None:
+            command = SendBlock(key, decoder.worker_id, decoder.assignments[key].epoch)
+            self._output.commands.append((tracked.refresher_id, command))
+
+    def _note_refreshed(self, worker: Worker, key: BlockKey) -> None:
+        """A refresh has ended with masks left; or the KV of one has arrived, and its decode steps begin."""
+        if self.fleet.is_hybrid:
+            worker.refresh_ended(key)
+        tracked = self._current(worker, key)
+        if tracked is None:
+            return
+        if worker.worker_id == tracked.worker_id:
+            tracked.status = Status.DECODING
+        elif tracked.status is not Status.DECODING:
+            tracked.status = Status.WAITING_DECODE
+            if tracked.worker_id is None:
+                self._decode_ready.add(tracked)
+
+    def _hand_over(self, refresher: Worker, key: BlockKey) -> None:
+        """The KV of a block is at the worker that decodes it."""
+        tracked = self._current(refresher, key)
+        refresher.release(key)
+        if tracked is not None:
+            tracked.refresher_id = None
+
+    def _leave_workers(self, tracked: TrackedRequest, *, but: Worker | None = None) -> None:
+        """Tell the workers that still hold its block to drop it."""
+        for worker_id in tracked.holder_ids:
+            if but is None or worker_id != but.worker_id:
+                self._output.commands.append((worker_id, CancelBlock(tracked.key)))
+        tracked.leave_workers()
+        self._decode_ready.discard(tracked)
 
     # ---- requests ----
-
-    def _track(self, submission: Submission, now_s: float) -> TrackedRequest:
-        limits = self.rules.limits
-        prompt, gen_length = submission.prompt_token_ids, submission.gen_length
-        sampling = submission.sampling.with_defaults()
-        seed = submission.request_seed
-        if seed is None:
-            seed = derive_request_seed(prompt, gen_length, sampling, limits.block_length)
-        request = Request(self._new_id(), prompt, gen_length, sampling, seed, submission.ignore_eos, now_s)
-        shape = RequestShape(
-            num_prompt_tokens=len(prompt),
-            num_masks=limits.num_masks(gen_length),
-            block_length=limits.block_length,
-            num_blocks=gen_length // limits.block_length,
-        )
-        self._num_submitted += 1
-        return TrackedRequest(request, shape, self._num_submitted, array("i", prompt), ready_s=now_s)
 
     def _finish(self, tracked: TrackedRequest, status: Status, error: str, now_s: float) -> None:
         """Give the one final status; a worker that still holds the block is told to drop it."""
         request_id = tracked.request.request_id
-        if tracked.worker_id is not None:
-            self._output.commands.append((tracked.worker_id, CancelBlock(tracked.key)))
-        self._leave_pending(tracked)
-        tracked.finish(status, error, now_s)
-        del self._running[request_id]
-        self._finished.add(request_id, tracked.poll_state(self.rules.mask_token_id), tracked.tokens)
-        self.num_by_status[status] += 1
+        self._leave_workers(tracked)
+        self._pending.discard(tracked)
+        self._placer.request_ended(tracked)
+        self._requests.finish(tracked, status, error, now_s)
         self._output.changed.append(request_id)
         self._emit(
             RequestFinished(
@@ -347,8 +385,8 @@ class Scheduler:
 
     def _current(self, worker: Worker, key: BlockKey) -> TrackedRequest | None:
         """The request whose current attempt this is, on this worker; None for anything late or foreign."""
-        tracked = self._running.get(key.request_id)
-        if tracked is None or tracked.worker_id != worker.worker_id or tracked.key != key:
+        tracked = self._requests.running.get(key.request_id)
+        if tracked is None or worker.worker_id not in tracked.holder_ids or tracked.key != key:
             return None
         return tracked
 

@@ -172,6 +172,7 @@ class BlockTimes:
     `refresh_start_s` and `refresh_end_s` are the interval of the batch that held the refresh;
     `decode_start_s` is the start of the first decode step's batch (= refresh_end_s without one);
     `end_s` is the completion of the last batch that held a span of it, void or not: its pages come back then.
+    Of a block that was refreshed elsewhere the first three are the arrival of its last layer.
     """
 
     received_s: float
@@ -179,6 +180,27 @@ class BlockTimes:
     refresh_end_s: float
     decode_start_s: float
     end_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class RefreshTimes:
+    """When another worker refreshed a block and began to send its KV, in seconds of that worker's monotonic clock."""
+
+    worker_id: int
+    received_s: float
+    refresh_start_s: float
+    refresh_end_s: float
+    transfer_start_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Refreshed:
+    """What a refresh on another worker has fixed; masks are left in the block."""
+
+    positions: tuple[int, ...]
+    """Canvas positions, ascending."""
+    token_ids: tuple[int, ...]
+    times: RefreshTimes
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,6 +228,8 @@ class Fault(StrEnum):
     """Some block's of the batch, or the device's: only where the block was alone can it have been its own."""
     WORKER = "worker"
     """The worker's: it was lost, or did not do what it was told."""
+    TRANSFER = "transfer"
+    """That of the worker at the other end of a KV transfer, or of the link to it."""
     NOBODY = "nobody"
     """Its worker was drained and handed it back."""
 
@@ -227,6 +251,8 @@ class BlockEnd:
     """In order, the refresh first; void spans are not steps. `num_unmasked` counts returned tokens only."""
     fault: Fault = Fault.NONE
     """FAILED: never NONE."""
+    refreshed_elsewhere: RefreshTimes | None = None
+    """On the clock of the worker that did; the end of the first step is then the arrival of the KV."""
 
     @staticmethod
     def without_steps(key: BlockKey, outcome: BlockOutcome, error: str = "", fault: Fault = Fault.NONE) -> BlockEnd:

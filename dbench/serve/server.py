@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import random
 import secrets
 import signal
 import sys
@@ -28,15 +27,18 @@ from dbench.progress import ServeProgress
 from dbench.serve import child
 from dbench.serve.deployment import Deployment, deployment_of
 from dbench.serve.endpoint import Endpoint, check_address
-from dbench.serve.fleet import Fleet
+from dbench.serve.fleet import Fleet, FleetRules
 from dbench.serve.handover import ServerConfig, WorkerConfig
 from dbench.serve.hub import Hub
 from dbench.serve.link_service import WorkerTerms
 from dbench.serve.local_workers import LocalWorkers
-from dbench.serve.policy import PREFILL_ROUTES, RouteState, choose
+from dbench.serve.meeting import Meeting
+from dbench.serve.placement import PLACERS
+from dbench.serve.policy import choose
 from dbench.serve.recorder import Recorder
 from dbench.serve.restarts import Restarts
-from dbench.serve.scheduler import Scheduler, SchedulerRules
+from dbench.serve.scheduler import Scheduler
+from dbench.serve.scheduler_records import SchedulerRules
 from dbench.serve.status import ServerDescription
 from dbench.serve.tables import TableWriter
 
@@ -123,7 +125,10 @@ async def run_server(
         description = ServerDescription(
             deployment, config_json, environment, service.metrics_output_dir or "", hub.clock()
         )
-        terms = worker_terms(deployment, service)
+        meeting = Meeting(service.master_addr, service.master_port)
+        if deployment.num_prefill:
+            await meeting.start()
+        terms = worker_terms(deployment, service, meeting.address)
         endpoint = Endpoint(hub, service, terms, lambda: description.status(hub))
         await endpoint.start()
         local = LocalWorkers(worker_configs(deployment, endpoint.local_address, terms.worker_key), hub.worker_gone)
@@ -155,6 +160,7 @@ async def run_server(
             for task in tasks:
                 task.cancel()
             await _end(hub, local, endpoint, at_once=not has_drained)
+            meeting.close()
         for task in tasks:
             with suppress(asyncio.CancelledError):
                 await task
@@ -171,14 +177,21 @@ def build_hub(deployment: Deployment, service: ServiceOptions, recorder: Recorde
         max_queued_requests=service.max_queued_requests,
         worker_timeout_s=service.worker_timeout_s,
     )
-    policy = choose("prefill_scheduler_policy", PREFILL_ROUTES, options.prefill_scheduler_policy)
-    route_state = RouteState(random.Random(options.server_seed))
-    fleet = Fleet(deployment.devices, service.num_remote_workers, service.startup_timeout_s)
-    scheduler = Scheduler(rules, fleet, policy, route_state, lambda: uuid.uuid4().hex)
+    fleet = Fleet(
+        FleetRules(
+            deployment.devices,
+            service.num_remote_workers,
+            service.startup_timeout_s,
+            num_prefill=deployment.num_prefill,
+            refreshes_anywhere=deployment.num_prefill == 0 or options.enable_hybrid_prefill_overflow,
+        )
+    )
+    placer = choose("mode", PLACERS, options.mode)(options, fleet)
+    scheduler = Scheduler(rules, fleet, placer, lambda: uuid.uuid4().hex)
     return Hub(scheduler, recorder, clock=time.monotonic, log_requests=service.log_requests)
 
 
-def worker_terms(deployment: Deployment, service: ServiceOptions) -> WorkerTerms:
+def worker_terms(deployment: Deployment, service: ServiceOptions, meeting_address: str) -> WorkerTerms:
     """Without a key of its own a server makes one that only the workers it starts are told."""
     key = service.worker_key
     return WorkerTerms(
@@ -186,6 +199,7 @@ def worker_terms(deployment: Deployment, service: ServiceOptions) -> WorkerTerms
         takes_remote=key is not None,
         engine=deployment.options,
         model_fingerprint=deployment.model_fingerprint(),
+        meeting_address=meeting_address,
     )
 
 

@@ -9,6 +9,7 @@ Shapes: B spans, T packed rows, R masked rows of their blocks, V vocabulary, L b
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import count
@@ -24,7 +25,7 @@ from dbench.serve.families import FAMILIES, ModelConfig, read_model_config
 from dbench.serve.kv import KvPool
 from dbench.serve.model import Model
 from dbench.serve.noise import DrawKeys
-from dbench.serve.runner import Phase, Span, SpanResult, StepResult, Ticket
+from dbench.serve.runner import LayerWatcher, Phase, Span, SpanResult, StepResult, Ticket
 from dbench.serve.sequence import BlockKey, BlockTask, SamplingParameters
 from dbench.serve.unmask import MEASURES, Candidates, Proposals, RowWishes, choose, join, propose
 from dbench.serve.weights import WeightSource, load_weights
@@ -103,9 +104,18 @@ class TorchRunner:
         self._changes: list[Future[None]] = []
         self._launched: dict[Ticket, Future[StepResult]] = {}
         self._tickets = count()
+        self._watcher: LayerWatcher | None = None
 
-    def attach(self, slot: int, task: BlockTask, pages: tuple[int, ...]) -> None:
+    @property
+    def kv(self) -> KvPool:
+        return self._kv
+
+    def attach(
+        self, slot: int, task: BlockTask, pages: tuple[int, ...], fixed: Mapping[int, int] | None = None
+    ) -> None:
         self._changes.append(self._stream.submit(self._slots.fill, slot, task, pages))
+        if fixed is not None:
+            self._changes.append(self._stream.submit(self._slots.resume, slot, fixed))
 
     def launch(self, spans: tuple[Span, ...]) -> Ticket:
         ticket = Ticket(next(self._tickets))
@@ -118,6 +128,9 @@ class TorchRunner:
 
     def detach(self, slot: int) -> None:
         self._changes.append(self._stream.submit(self._slots.clear, slot))
+
+    def watch_layers(self, watcher: LayerWatcher) -> None:
+        self._watcher = watcher
 
     def close(self) -> None:
         self._stream.shutdown(wait=True, cancel_futures=True)
@@ -156,7 +169,7 @@ class TorchRunner:
         sampling_s = 0.0
         if live:
             batch = pack(self._slots, live, self._logit_shift)
-            hidden_RE = self._model.forward(batch, self._kv)
+            hidden_RE = self._forward(batch, live)
             proposals, sampling_s = self._propose(batch, hidden_RE)
             started_s = time.monotonic()
             results = {result.slot: result for result in self._unmask(batch, proposals)}
@@ -166,6 +179,14 @@ class TorchRunner:
             launched_s=launched_s,
             completed_s=time.monotonic(),
             sampling_s=sampling_s,
+        )
+
+    def _forward(self, batch: PackedBatch, live: list[Span]) -> Tensor:
+        watcher, refreshed = self._watcher, tuple(span.slot for span in live if span.phase is Phase.REFRESH)
+        if watcher is None or not refreshed:
+            return self._model.forward(batch, self._kv)
+        return self._model.forward(
+            batch, self._kv, lambda layer: watcher.layer_written(refreshed, layer, _nothing_to_wait_for)
         )
 
     def _propose(self, batch: PackedBatch, hidden_RE: Tensor) -> tuple[Proposals, float]:
@@ -232,6 +253,10 @@ class TorchRunner:
             SpanResult(slot, tuple(positions), tuple(tokens), done=is_done, void=False, error=error)
             for slot, (positions, tokens), is_done, error in zip(slot_numbers, fixed, done, errors, strict=True)
         ]
+
+
+def _nothing_to_wait_for() -> None:
+    """This runner's stream is a thread, which calls watchers itself."""
 
 
 def _void(slot: int) -> SpanResult:

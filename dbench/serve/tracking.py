@@ -44,7 +44,11 @@ class TrackedRequest:
     alone: bool = False
     """Its block runs alone from now on: a batch that it was in has failed."""
     worker_id: int | None = None
-    """Who decodes its block."""
+    """Who decodes its block, or is to."""
+    refresher_id: int | None = None
+    """Hybrid mode: the prefill worker that refreshes its block, until that has handed it over."""
+    pinned_to: int | None = None
+    """The worker that all its blocks go to."""
     avoid_worker_id: int | None = None
     """Who failed its block last."""
     block_ends: list[int] = field(default_factory=list)
@@ -57,6 +61,11 @@ class TrackedRequest:
     @property
     def key(self) -> BlockKey:
         return BlockKey(self.request.request_id, self.block_index, self.attempt)
+
+    @property
+    def holder_ids(self) -> tuple[int, ...]:
+        """The workers that hold its block."""
+        return tuple(worker_id for worker_id in (self.worker_id, self.refresher_id) if worker_id is not None)
 
     @property
     def num_gen_tokens(self) -> int:
@@ -77,6 +86,10 @@ class TrackedRequest:
             alone=self.alone,
         )
 
+    def leave_workers(self) -> None:
+        """No worker's word about its block counts any more."""
+        self.worker_id = self.refresher_id = None
+
     def append_block(self, token_ids: tuple[int, ...], num_forward_passes: int) -> None:
         """Take in a finished block; the next one starts with attempt 0."""
         self.tokens.extend(token_ids)
@@ -89,7 +102,7 @@ class TrackedRequest:
 
     def note_failure(self, worker_id: int, fault: Fault) -> None:
         """An attempt at its block has failed there; as part of a batch it counts only if the block was alone."""
-        if fault is Fault.WORKER or (fault is Fault.BATCH and self.alone):
+        if fault in (Fault.WORKER, Fault.TRANSFER) or (fault is Fault.BATCH and self.alone):
             self.num_failures += 1
         self.alone = self.alone or fault is Fault.BATCH
         self.attempt += 1
@@ -102,7 +115,7 @@ class TrackedRequest:
         self.status = status
         self.error = error
         self.completion_s = now_s
-        self.worker_id = None
+        self.leave_workers()
 
     def finished_blocks(self, start: int) -> tuple[FinishedBlock, ...]:
         """The finished blocks from index `start` on."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dbench.errors import OptionError, RequestError
+from dbench.options import COLOCATED
 from dbench.progress import WorkerProgress
 from dbench.serve.proto import dbench_pb2 as pb
 from dbench.serve.sequence import SamplingParameters
@@ -23,8 +24,8 @@ NOT_FOUND = "NOT_FOUND"
 AUTHORIZATION = "authorization"
 """Metadata key that carries the API key."""
 
-COLOCATED = "colocated"
-"""The kind of a worker that refreshes and decodes."""
+PREFILL = "prefill"
+"""The kind of a worker that only refreshes, in hybrid mode; all others are COLOCATED: they do both."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +148,7 @@ def worker_progress(worker: WorkerStatus) -> WorkerProgress:
     """The worker as a row of a live view."""
     return WorkerProgress(
         worker_id=worker.worker_id,
-        device=worker.device,
+        device=worker.device if worker.kind == COLOCATED else f"{worker.device} ({worker.kind})",
         state=worker.state,
         queue_depth_waiting=worker.queue_depth_waiting,
         queue_depth_active=worker.queue_depth_active,

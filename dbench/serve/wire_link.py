@@ -13,9 +13,18 @@ from dataclasses import dataclass, field
 from dbench import __version__
 from dbench.config import options_from_dict, options_to_dict
 from dbench.errors import OptionError
-from dbench.options import EngineOptions
+from dbench.options import COLOCATED, EngineOptions
 from dbench.serve.proto import dbench_pb2 as pb
-from dbench.serve.sequence import BlockEnd, BlockKey, BlockOutcome, BlockStep, BlockTask, BlockTimes, Fault
+from dbench.serve.sequence import (
+    BlockEnd,
+    BlockKey,
+    BlockOutcome,
+    BlockStep,
+    BlockTask,
+    BlockTimes,
+    Fault,
+    RefreshTimes,
+)
 from dbench.serve.wire import sampling_from_message, sampling_to_message
 
 
@@ -58,6 +67,10 @@ class EngineProgress:
     """Events as JSON since the last message, on the worker's clock."""
     iteration_age_s: float | None = None
     """How long the next iteration has been running; None when none runs."""
+    reserved: tuple[BlockKey, ...] = ()
+    """Blocks for which pages were taken."""
+    handed_over: tuple[BlockKey, ...] = ()
+    """Blocks whose KV has been sent and whose pages are free."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,11 +97,36 @@ class Welcome:
     """Resolved."""
     model_fingerprint: str
     """Of the server's model files."""
+    kind: str = COLOCATED
+    """COLOCATED or PREFILL."""
+    meeting_address: str = ""
+    """host:port of the store at which workers meet that exchange KV; empty in colocated mode."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunBlock:
+    """Refresh and decode it; a prefill worker refreshes it and keeps its pages until they have been sent."""
+
     task: BlockTask
+
+
+@dataclass(frozen=True, slots=True)
+class ReserveBlock:
+    """Take pages for a block that the sender refreshes, and await its KV."""
+
+    task: BlockTask
+    sender_id: int
+    epoch: int
+    """Of the link between the two; a new one after every failure."""
+
+
+@dataclass(frozen=True, slots=True)
+class SendBlock:
+    """The receiver has pages: send the block's KV there, layer by layer as they are written."""
+
+    key: BlockKey
+    receiver_id: int
+    epoch: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +139,7 @@ class Drain:
     """Finish what runs, hand back what waits as CANCELLED, take nothing new, then close the stream."""
 
 
-Command = Welcome | RunBlock | CancelBlock | Drain
+Command = Welcome | RunBlock | ReserveBlock | SendBlock | CancelBlock | Drain
 
 
 def worker_message_to_message(record: WorkerMessage) -> pb.WorkerMessage:
@@ -130,6 +168,8 @@ def worker_message_to_message(record: WorkerMessage) -> pb.WorkerMessage:
                     ended=[_end_to_message(end) for end in record.ended],
                     event_json=record.event_lines,
                     iteration_age_s=record.iteration_age_s,
+                    reserved=[_key_to_message(key) for key in record.reserved],
+                    handed_over=[_key_to_message(key) for key in record.handed_over],
                 )
             )
         case Fatal(error):
@@ -158,6 +198,8 @@ def worker_message_from_message(message: pb.WorkerMessage) -> WorkerMessage:
                 ended=tuple(_end_from_message(end) for end in progress.ended),
                 event_lines=tuple(progress.event_json),
                 iteration_age_s=progress.iteration_age_s if progress.HasField("iteration_age_s") else None,
+                reserved=tuple(_key_from_message(key) for key in progress.reserved),
+                handed_over=tuple(_key_from_message(key) for key in progress.handed_over),
             )
         case "fatal":
             return Fatal(message.fatal)
@@ -169,12 +211,23 @@ def worker_message_from_message(message: pb.WorkerMessage) -> WorkerMessage:
 
 def command_to_message(command: Command) -> pb.SchedulerCommand:
     match command:
-        case Welcome(worker_id, engine, model_fingerprint):
-            engine_json = json.dumps(options_to_dict(engine))
-            welcome = pb.Welcome(worker_id=worker_id, engine_json=engine_json, model_fingerprint=model_fingerprint)
+        case Welcome():
+            welcome = pb.Welcome(
+                worker_id=command.worker_id,
+                engine_json=json.dumps(options_to_dict(command.engine)),
+                model_fingerprint=command.model_fingerprint,
+                kind=command.kind,
+                meeting_address=command.meeting_address,
+            )
             return pb.SchedulerCommand(welcome=welcome)
         case RunBlock(task):
             return pb.SchedulerCommand(run=_task_to_message(task))
+        case ReserveBlock(task, sender_id, epoch):
+            reserve = pb.ReserveBlock(task=_task_to_message(task), sender_id=sender_id, epoch=epoch)
+            return pb.SchedulerCommand(reserve=reserve)
+        case SendBlock(key, receiver_id, epoch):
+            send = pb.SendBlock(key=_key_to_message(key), receiver_id=receiver_id, epoch=epoch)
+            return pb.SchedulerCommand(send=send)
         case CancelBlock(key):
             return pb.SchedulerCommand(cancel=_key_to_message(key))
         case Drain():
@@ -188,12 +241,17 @@ def command_from_message(message: pb.SchedulerCommand) -> Command:
             return _welcome_from_message(message.welcome)
         case "run":
             return RunBlock(_task_from_message(message.run))
+        case "reserve":
+            reserve = message.reserve
+            return ReserveBlock(_task_from_message(reserve.task), reserve.sender_id, reserve.epoch)
+        case "send":
+            return SendBlock(_key_from_message(message.send.key), message.send.receiver_id, message.send.epoch)
         case "cancel":
             return CancelBlock(_key_from_message(message.cancel))
         case "drain":
             return Drain()
         case other:
-            raise ValueError(f"a command holds welcome, run, cancel or drain, got {other}")
+            raise ValueError(f"a command holds welcome, run, reserve, send, cancel or drain, got {other}")
 
 
 def _welcome_from_message(message: pb.Welcome) -> Welcome:
@@ -201,7 +259,7 @@ def _welcome_from_message(message: pb.Welcome) -> Welcome:
         engine = options_from_dict(EngineOptions, json.loads(message.engine_json))
     except (ValueError, OptionError) as error:
         raise ValueError(f"the welcome's options cannot be read: {error}") from None
-    return Welcome(message.worker_id, engine, message.model_fingerprint)
+    return Welcome(message.worker_id, engine, message.model_fingerprint, message.kind, message.meeting_address)
 
 
 def _key_to_message(key: BlockKey) -> pb.BlockKey:
@@ -261,6 +319,7 @@ def _end_to_message(end: BlockEnd) -> pb.BlockEnd:
         ),
         steps=[pb.BlockStep(end_s=step.end_s, num_unmasked=step.num_unmasked) for step in end.steps],
         fault=end.fault.value,
+        refreshed_elsewhere=_refresh_times_to_message(end.refreshed_elsewhere),
     )
 
 
@@ -279,4 +338,29 @@ def _end_from_message(message: pb.BlockEnd) -> BlockEnd:
         else None,
         steps=tuple(BlockStep(step.end_s, step.num_unmasked) for step in message.steps),
         fault=Fault(message.fault),
+        refreshed_elsewhere=_refresh_times_from_message(message.refreshed_elsewhere)
+        if message.HasField("refreshed_elsewhere")
+        else None,
+    )
+
+
+def _refresh_times_to_message(times: RefreshTimes | None) -> pb.RefreshTimes | None:
+    if times is None:
+        return None
+    return pb.RefreshTimes(
+        worker_id=times.worker_id,
+        received_s=times.received_s,
+        refresh_start_s=times.refresh_start_s,
+        refresh_end_s=times.refresh_end_s,
+        transfer_start_s=times.transfer_start_s,
+    )
+
+
+def _refresh_times_from_message(message: pb.RefreshTimes) -> RefreshTimes:
+    return RefreshTimes(
+        message.worker_id,
+        message.received_s,
+        message.refresh_start_s,
+        message.refresh_end_s,
+        message.transfer_start_s,
     )

@@ -16,21 +16,26 @@ import time
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from dbench.errors import DbenchError, RequestError, ServerUnavailable, WorkerRefused, one_line
 from dbench.serve import child
 from dbench.serve.deployment import Deployment, deployment_of
-from dbench.serve.engine import Engine, StepReport
+from dbench.serve.engine import Engine
+from dbench.serve.engine_state import StepReport
 from dbench.serve.handover import WorkerConfig
 from dbench.serve.pages import PagePool
 from dbench.serve.runner import Runner
 from dbench.serve.sequence import BlockEnd, BlockKey, BlockOutcome, BlockTask, Fault
-from dbench.serve.wire_link import CancelBlock, Drain, Fatal, Hello, Ready, Welcome
+from dbench.serve.transit import KvArrived, KvFailed, KvSent
+from dbench.serve.wire import PREFILL
+from dbench.serve.wire_link import CancelBlock, Drain, Fatal, Hello, Ready, ReserveBlock, SendBlock, Welcome
 from dbench.serve.worker_stream import BlockArrived, Incoming, Report, StreamEnded, WorkerStream
 
 if TYPE_CHECKING:
+    from dbench.serve.kv import KvRunner
     from dbench.serve.torch_runner import RunnerConfig
+    from dbench.serve.transfer import Transfer
 
 SWITCH_INTERVAL_S = 0.0005
 """Python's default of 5 ms, for which a busy I/O thread may hold up the engine, is a whole decode step."""
@@ -39,15 +44,24 @@ CPU_NICENESS = 10
 """A worker that computes on the CPU yields to the scheduler and the load generator, which need little but need
 it at once: on two busy cores the generator's p99 send lag was tens of milliseconds without it."""
 
+DRAINING = "the worker is draining and takes nothing new"
+
 logger = logging.getLogger(__name__)
 
 
 class WorkerLoop:
     """The engine loop: commands in, one iteration, one report out."""
 
-    def __init__(self, engine: Engine, stream: WorkerStream, drain_timeout_s: float = math.inf) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        stream: WorkerStream,
+        drain_timeout_s: float = math.inf,
+        transfer: Transfer | None = None,
+    ) -> None:
         self._engine = engine
         self._stream = stream
+        self._transfer = transfer
         self._drain_timeout_s = drain_timeout_s
         self._iteration = 0
         self._is_draining = False
@@ -56,16 +70,24 @@ class WorkerLoop:
 
     def run(self) -> None:
         """Until a drain is done. Raises ServerUnavailable when the stream is lost."""
+        try:
+            self._run()
+        finally:
+            if self._transfer is not None:
+                self._transfer.close()
+
+    def _run(self) -> None:
         while True:
             if time.monotonic() > self._drained_by_s:
                 self._hand_back(self._engine.held)
                 self._drained_by_s = math.inf
             with self._stream.iteration():
                 report = self._engine.step()
-            self._obey(self._stream.commands())  # before the report: the blocks that came meanwhile are in its events
+            commands = self._stream.commands()
+            self._obey(commands)  # before the report: the blocks that came meanwhile are in its events
             self._report(report)
-            if report is None and self._engine.is_idle:
-                if self._is_draining:
+            if report is None and not commands:
+                if self._is_draining and self._engine.is_idle:
                     return
                 self._obey(self._stream.wait_for_commands())
 
@@ -74,17 +96,28 @@ class WorkerLoop:
         ended = (*self._take_refused(), *(report.ended if report is not None else ()))
         if report is not None:
             self._iteration += 1
-        if report is not None or events or ended:
-            refreshed = report.refreshed if report is not None else ()
-            self._stream.send(Report(self._iteration, refreshed, ended, events))
+        if report is not None:
+            self._stream.send(
+                Report(self._iteration, report.refreshed, ended, events, report.reserved, report.handed_over)
+            )
+        elif events or ended:
+            self._stream.send(Report(self._iteration, (), ended, events))
 
     def _obey(self, commands: Iterable[Incoming]) -> None:
         for command in commands:
             match command:
                 case BlockArrived(task, at_s):
                     self._take(task, at_s)
+                case ReserveBlock():
+                    self._reserve(command)
                 case CancelBlock(key):
                     self._engine.cancel(key)
+                case KvArrived(key, refreshed, at_s):
+                    self._engine.arrive(key, refreshed, at_s)
+                case KvSent(key):
+                    self._engine.hand_over(key)
+                case KvFailed(key, reason):
+                    self._engine.transfer_failed(key, reason)
                 case Drain():
                     self._is_draining = True
                     self._drained_by_s = time.monotonic() + self._drain_timeout_s
@@ -101,14 +134,22 @@ class WorkerLoop:
 
     def _take(self, task: BlockTask, received_s: float) -> None:
         if self._is_draining:
-            self._refuse(task, "the worker is draining and takes nothing new", Fault.WORKER)
+            self._refuse(task, DRAINING, Fault.WORKER)
             return
         try:
             self._engine.submit(task, received_s)
         except RequestError as error:
             self._refuse(task, str(error), Fault.OWN)
 
+    def _reserve(self, command: ReserveBlock) -> None:
+        if self._is_draining:
+            self._refuse(command.task, DRAINING, Fault.WORKER)
+        else:
+            self._engine.reserve(command.task, command.sender_id, command.epoch)
+
     def _refuse(self, task: BlockTask, reason: str, fault: Fault) -> None:
+        if self._transfer is not None:
+            self._transfer.drop(task.key)
         self._refused.append(BlockEnd.without_steps(task.key, BlockOutcome.FAILED, reason, fault))
 
     def _take_refused(self) -> list[BlockEnd]:
@@ -116,7 +157,7 @@ class WorkerLoop:
         return refused
 
 
-def load_runner(deployment: Deployment, device: str, num_threads: int) -> tuple[Runner, Deployment]:
+def load_runner(deployment: Deployment, device: str, num_threads: int) -> tuple[KvRunner, Deployment]:
     """Load the model and run it once; the deployment then has the number of KV pages.
 
     Raises ModelError, OptionError or ServerStartError.
@@ -147,7 +188,7 @@ def load_runner(deployment: Deployment, device: str, num_threads: int) -> tuple[
     return runner, replace(deployment, kv_max_pages=num_pages)
 
 
-def _load_on_cpu(config: RunnerConfig) -> tuple[Runner, int]:
+def _load_on_cpu(config: RunnerConfig) -> tuple[KvRunner, int]:
     from dbench.serve.torch_runner import build_runner
 
     assert config.num_pages is not None, "a CPU worker is told its number of KV pages"
@@ -156,7 +197,7 @@ def _load_on_cpu(config: RunnerConfig) -> tuple[Runner, int]:
     return runner, config.num_pages
 
 
-def _load_on_cuda(config: RunnerConfig, deployment: Deployment) -> tuple[Runner, int]:
+def _load_on_cuda(config: RunnerConfig, deployment: Deployment) -> tuple[KvRunner, int]:
     from dbench.serve.cuda_build import CudaSettings, build_cuda_runner
 
     options = deployment.options
@@ -164,7 +205,7 @@ def _load_on_cuda(config: RunnerConfig, deployment: Deployment) -> tuple[Runner,
         config,
         CudaSettings(
             max_model_len=deployment.max_model_len,
-            max_tokens_per_iteration=options.max_tokens_per_iteration,
+            max_tokens_per_iteration=deployment.most_refresh_tokens,
             cache_mode=options.cache_mode,
             attention_backend=options.attention_backend,
             gpu_memory_utilization=options.gpu_memory_utilization,
@@ -175,11 +216,40 @@ def _load_on_cuda(config: RunnerConfig, deployment: Deployment) -> tuple[Runner,
     return runner, runner.num_pages
 
 
-def new_engine(deployment: Deployment, runner: Runner, worker_id: int) -> Engine:
+class EagerTransfer:
+    """What a transfer is told by the reader of a worker's stream."""
+
+    def __init__(self, transfer: Transfer) -> None:
+        self._transfer = transfer
+
+    def block_arrived(self, task: BlockTask) -> None:
+        self._transfer.announce(task.key)
+
+    def send_block(self, command: SendBlock) -> None:
+        self._transfer.send(command.key, command.receiver_id, command.epoch)
+
+
+def new_transfer(welcome: Welcome, deployment: Deployment, runner: KvRunner, stream: WorkerStream) -> Transfer | None:
+    """The worker's way to others; None in colocated mode."""
+    if not welcome.meeting_address:
+        return None
+    from dbench.serve.kv_links import TransferConfig
+    from dbench.serve.transfer import Transfer
+
+    timeout_s = deployment.options.kv_transfer_timeout_s
+    transfer = Transfer(TransferConfig(welcome.worker_id, welcome.meeting_address, timeout_s), runner.kv, stream.post)
+    if welcome.kind == PREFILL:
+        runner.watch_layers(transfer)
+        stream.listen(EagerTransfer(transfer))
+    return transfer
+
+
+def new_engine(welcome: Welcome, deployment: Deployment, runner: Runner, transfer: Transfer | None) -> Engine:
     """An engine on top of a runner whose slots and pages are all free."""
     assert deployment.kv_max_pages is not None, "the runner was loaded"
     pages = PagePool(deployment.kv_max_pages, deployment.options.kv_page_size)
-    return Engine(runner, pages, deployment.engine_limits(), worker_id=worker_id)
+    limits = deployment.engine_limits(refresh_only=welcome.kind == PREFILL)
+    return Engine(runner, pages, limits, worker_id=welcome.worker_id, transfer=transfer)
 
 
 def wait_for_welcome(stream: WorkerStream) -> Welcome:
@@ -204,9 +274,10 @@ def run_worker(config: WorkerConfig, stream: WorkerStream) -> None:
     deployment = deployment_of(welcome.engine)
     runner, deployment = load_runner(deployment, config.device, config.num_threads)
     try:
-        engine = new_engine(deployment, runner, welcome.worker_id)
+        transfer = new_transfer(welcome, deployment, runner, stream)
+        engine = new_engine(welcome, deployment, runner, transfer)
         stream.send(ready(deployment))
-        WorkerLoop(engine, stream).run()
+        WorkerLoop(engine, stream, transfer=transfer).run()
     finally:
         runner.close()
 
@@ -218,13 +289,13 @@ def yield_the_cpu(device: str) -> None:
         os.nice(CPU_NICENESS)
 
 
-def main() -> int:
-    """Run one worker process; returns its exit code."""
+def main() -> NoReturn:
+    """Run one worker process, and end it."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal; the parent decides
     child.die_with_parent_thread()
     line = child.read_config_line()
     if not line:
-        return child.PARENT_GONE_EXIT_CODE
+        child.leave(child.PARENT_GONE_EXIT_CODE)
     child.end_with_parent()
     config = WorkerConfig.from_json(line)
     child.log_to_stderr(config.log_level)
@@ -243,8 +314,8 @@ def main() -> int:
         stream.send(Fatal(f"{type(error).__name__}: {one_line(error)}"))
         exit_code = 1
     stream.close()
-    return exit_code
+    child.leave(exit_code)  # a thread may wait for a worker that hangs, in code that a normal end would abort
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import grpc
 
@@ -21,16 +21,20 @@ from dbench.events import Event, event_to_json
 from dbench.serve.proto import dbench_pb2 as pb
 from dbench.serve.proto.dbench_pb2_grpc import WorkerLinkStub
 from dbench.serve.sequence import BlockEnd, BlockKey, BlockTask
+from dbench.serve.transit import KvNews
 from dbench.serve.wire import MAX_MESSAGE_BYTES
 from dbench.serve.wire_link import (
     CancelBlock,
+    Command,
     Drain,
     EngineProgress,
     Fatal,
     Hello,
     Leaving,
     Ready,
+    ReserveBlock,
     RunBlock,
+    SendBlock,
     Welcome,
     command_from_message,
     worker_message_to_message,
@@ -75,7 +79,17 @@ class StreamEnded:
     """The scheduler does not want this worker, and would not later either."""
 
 
-Incoming = Welcome | BlockArrived | CancelBlock | Drain | StreamEnded
+Incoming = Welcome | BlockArrived | ReserveBlock | CancelBlock | Drain | KvNews | StreamEnded
+
+
+class EagerListener(Protocol):
+    """What need not wait for the engine, which may be busy with a batch; called in the reader's thread."""
+
+    def block_arrived(self, task: BlockTask) -> None:
+        """It will be among the commands too."""
+
+    def send_block(self, command: SendBlock) -> None:
+        """It will not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +100,8 @@ class Report:
     refreshed: tuple[BlockKey, ...]
     ended: tuple[BlockEnd, ...]
     events: tuple[Event, ...]
+    reserved: tuple[BlockKey, ...] = ()
+    handed_over: tuple[BlockKey, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +118,7 @@ class WorkerStream:
         self._inbox: queue.SimpleQueue[Incoming] = queue.SimpleQueue()
         self._outbox: queue.SimpleQueue[Ready | Fatal | Leaving | Report | _Close] = queue.SimpleQueue()
         self._iteration_began_s: float | None = None
+        self._eager: EagerListener | None = None
         self._channel: grpc.Channel | None = None
         self._reader = threading.Thread(target=self._read, name="stream-reader", daemon=True)
 
@@ -118,6 +135,14 @@ class WorkerStream:
         """Dial the scheduler; what comes of it is in the inbox."""
         self._channel = grpc.insecure_channel(self._address, options=CHANNEL_OPTIONS)
         self._reader.start()
+
+    def listen(self, listener: EagerListener) -> None:
+        """To be called before the worker is ready, and so before any block comes."""
+        self._eager = listener
+
+    def post(self, news: KvNews) -> None:
+        """Put something among the commands, from any thread."""
+        self._inbox.put(news)
 
     def send(self, message: Ready | Fatal | Leaving | Report) -> None:
         """Queue a message; returns at once."""
@@ -163,13 +188,27 @@ class WorkerStream:
             for message in stub.Connect(self._messages()):
                 at_s = time.monotonic()
                 command = command_from_message(message)
-                self._inbox.put(BlockArrived(command.task, at_s) if isinstance(command, RunBlock) else command)
+                self._sort(command, at_s)
             ended = StreamEnded("the scheduler closed the stream")
         except grpc.RpcError as error:
             ended = _ended_by(error)
         except ValueError as error:
             ended = StreamEnded(one_line(error), is_refusal=True)
         self._inbox.put(ended)
+
+    def _sort(self, command: Command, at_s: float) -> None:
+        """Raises ValueError for a command that a worker without others to exchange KV with cannot obey."""
+        match command:
+            case RunBlock(task):
+                if self._eager is not None:
+                    self._eager.block_arrived(task)
+                self._inbox.put(BlockArrived(task, at_s))
+            case SendBlock():
+                if self._eager is None:
+                    raise ValueError("told to send KV where only colocated workers are")
+                self._eager.send_block(command)
+            case _:
+                self._inbox.put(command)
 
     def _messages(self) -> Iterator[pb.WorkerMessage]:
         """Runs in gRPC's sender thread."""
@@ -187,7 +226,15 @@ class WorkerStream:
                 case Report():
                     iteration = item.iteration
                     lines = tuple(event_to_json(event) for event in item.events)
-                    progress = EngineProgress(time.monotonic(), iteration, item.refreshed, item.ended, lines)
+                    progress = EngineProgress(
+                        time.monotonic(),
+                        iteration,
+                        item.refreshed,
+                        item.ended,
+                        lines,
+                        reserved=item.reserved,
+                        handed_over=item.handed_over,
+                    )
                     yield worker_message_to_message(progress)
                 case _:
                     yield worker_message_to_message(item)

@@ -9,14 +9,18 @@ import pytest
 
 from dbench.load.arrivals import ARRIVALS
 from dbench.options import COMMAND_SECTIONS, Option, options_of
-from dbench.serve.policy import PREFILL_ROUTES, QUEUE_ORDERS, SPANS
+from dbench.serve.placement import PLACERS
+from dbench.serve.policy import QUEUE_ORDERS, SPANS
 from dbench.serve.refresh_attention import REFRESH_BACKENDS
+from dbench.serve.routes import DECODE_ROUTES, PREFILL_ROUTES
 from dbench.serve.torch_runner import DTYPES
 from dbench.serve.weights import LOAD_FORMATS
 from dbench.unmasking_rules import UNMASKING_RULES
 
 TABLES: dict[str, Collection[str]] = {
+    "mode": PLACERS,
     "prefill_scheduler_policy": PREFILL_ROUTES,
+    "decode_scheduler_policy": DECODE_ROUTES,
     "prefill_queue_policy": QUEUE_ORDERS,
     "cache_mode": SPANS,
     "load_format": LOAD_FORMATS,

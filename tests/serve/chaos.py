@@ -30,7 +30,10 @@ NUM_KINDS = 20
 REQUESTS_PER_FAULT = 50
 LEAST_FAULTS = 8
 SHARE_THAT_GOES_AWAY = 0.05
-ALLOWED_ERROR = re.compile(r"block \d+ failed \d+ times, last on worker \d+: worker \d+ was lost: .+")
+ALLOWED_ERROR = re.compile(
+    r"block \d+ failed \d+ times, last on worker \d+: "
+    r"(worker \d+ was lost: .+|block \d+: KV transfer (to|from) worker \d+: .+)"
+)
 RULES = (
     SamplingParameters("conf_threshold", confidence_threshold=0.9),
     SamplingParameters("conf_quota", fixed_unmask_quota=2),
@@ -50,9 +53,21 @@ class Mode:
     """`dbench worker` processes that join, and that somebody starts again whenever one has ended."""
 
 
+HYBRID: Mapping[str, object] = {
+    "mode": "hybrid",
+    "prefill_gpus": "cpu,cpu",
+    "hybrid_colocated_gpus": "cpu,cpu",
+    "prefill_overload_threshold": 300,
+    "kv_max_pages": 40,
+    "kv_transfer_timeout_s": 2.0,
+}
+"""So small that blocks overflow and wait for pages."""
+
 MODES = (
     Mode("colocated", {"gpus": "cpu,cpu,cpu"}, num_local=3),
     Mode("remote", {"gpus": "cpu", "worker_key": WORKER_KEY}, num_local=1, num_remote=2),
+    Mode("hybrid", HYBRID, num_local=4),
+    Mode("disaggregated", {**HYBRID, "enable_hybrid_prefill_overflow": False}, num_local=4),
 )
 WORKER_TIMEOUT_S = 3.0
 

@@ -9,7 +9,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from dbench.serve.engine import Engine, EngineLimits
+from dbench.serve.engine import Engine
+from dbench.serve.engine_state import EngineLimits
 from dbench.serve.families import FAMILIES, read_model_config
 from dbench.serve.pages import PagePool
 from dbench.serve.runner import Phase, Runner, Span

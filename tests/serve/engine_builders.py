@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from dbench.events import BatchExecuted, Event, WorkerState
-from dbench.serve.engine import Engine, EngineLimits
+from dbench.serve.engine import Engine
+from dbench.serve.engine_state import EngineLimits
 from dbench.serve.fake_runner import FakeRunner, FakeScript, ManualClock
 from dbench.serve.pages import PagePool
 from dbench.serve.runner import Span, StepResult, Ticket
@@ -56,9 +57,11 @@ class RecordingRunner(FakeRunner):
     def __post_init__(self) -> None:
         super().__init__(self.script, page_size=PAGE_SIZE, clock=self.clock)
 
-    def attach(self, slot: int, task: BlockTask, pages: tuple[int, ...]) -> None:
+    def attach(
+        self, slot: int, task: BlockTask, pages: tuple[int, ...], fixed: Mapping[int, int] | None = None
+    ) -> None:
         self.attached.append(task)
-        super().attach(slot, task, pages)
+        super().attach(slot, task, pages, fixed)
         self.slots[slot] = task
 
     def detach(self, slot: int) -> None:

@@ -3,17 +3,31 @@
 from __future__ import annotations
 
 import random
+from array import array
 from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import count
 from typing import Any, TypeVar
 
 from dbench.events import Event
 from dbench.serve.finished import Retention
-from dbench.serve.fleet import Fleet
-from dbench.serve.policy import PREFILL_ROUTES, RouteState
-from dbench.serve.scheduler import Scheduler, SchedulerRules
-from dbench.serve.sequence import BlockEnd, BlockKey, BlockOutcome, BlockStep, BlockTask, BlockTimes, Fault
-from dbench.serve.tracking import TrackedRequest
+from dbench.serve.fleet import Fleet, FleetRules
+from dbench.serve.placement import ColocatedPlacer, HybridPlacer, HybridRules, Placer
+from dbench.serve.routes import DECODE_ROUTES, HYBRID_PREFILL_ROUTES, PREFILL_ROUTES, RouteState, read_fast_pairs
+from dbench.serve.scheduler import Scheduler
+from dbench.serve.scheduler_records import SchedulerRules
+from dbench.serve.sequence import (
+    BlockEnd,
+    BlockKey,
+    BlockOutcome,
+    BlockStep,
+    BlockTask,
+    BlockTimes,
+    Fault,
+    Request,
+    SamplingParameters,
+)
+from dbench.serve.tracking import RequestShape, TrackedRequest
 from dbench.serve.validation import RequestLimits
 from dbench.serve.wire import Submission
 from dbench.serve.wire_link import Command, EngineProgress, Hello, Ready, RunBlock
@@ -35,6 +49,41 @@ def rules(
     return SchedulerRules(limits, MASK_ID, retries, queued, TIMEOUT_S, kept or Retention(60.0, 100))
 
 
+@dataclass(frozen=True)
+class Hybrid:
+    """A fleet of two kinds of workers, the prefill workers first, and how its blocks are placed."""
+
+    num_prefill: int = 1
+    num_colocated: int = 2
+    num_pages: int = 32
+    overflow: bool = True
+    overload_threshold: int = 40
+    decode_policy: str = "max_free_memory"
+    prefill_policy: str = "least_outstanding_prefill_tokens"
+    fast_pairs: str = "0-1"
+
+    def fleet(self) -> Fleet:
+        return Fleet(
+            FleetRules(
+                ["cpu"] * (self.num_prefill + self.num_colocated),
+                num_prefill=self.num_prefill,
+                refreshes_anywhere=self.overflow,
+            )
+        )
+
+    def placer(self, fleet: Fleet) -> HybridPlacer:
+        rules = HybridRules(
+            HYBRID_PREFILL_ROUTES[self.prefill_policy],
+            RouteState(random.Random(0)),
+            DECODE_ROUTES[self.decode_policy],
+            RouteState(random.Random(1)),
+            overflow=self.overflow,
+            overload_threshold=self.overload_threshold,
+            fast_pairs=read_fast_pairs(self.fast_pairs),
+        )
+        return HybridPlacer(fleet, rules)
+
+
 class Rig:
     """Drives a scheduler; keeps every command and event it gave."""
 
@@ -43,14 +92,23 @@ class Rig:
         num_workers: int = 2,
         given: SchedulerRules | None = None,
         policy: str = "round_robin",
+        *,
         ready: bool = True,
         num_remote: int = 0,
+        sticky: bool = False,
+        hybrid: Hybrid | None = None,
     ) -> None:
         ids = (f"r{number}" for number in count())
-        self.fleet = Fleet(["cpu"] * num_workers, num_remote, STARTUP_TIMEOUT_S)
-        self.scheduler = Scheduler(
-            given or rules(), self.fleet, PREFILL_ROUTES[policy], RouteState(random.Random(0)), lambda: next(ids)
-        )
+        if hybrid is None:
+            self.fleet = Fleet(FleetRules(["cpu"] * num_workers, num_remote, STARTUP_TIMEOUT_S))
+            state = RouteState(random.Random(0))
+            placer: Placer = ColocatedPlacer(self.fleet, PREFILL_ROUTES[policy], state, sticky=sticky)
+        else:
+            num_workers = hybrid.num_prefill + hybrid.num_colocated
+            self.fleet = hybrid.fleet()
+            placer = hybrid.placer(self.fleet)
+        self.num_pages = 32 if hybrid is None else hybrid.num_pages
+        self.scheduler = Scheduler(given or rules(), self.fleet, placer, lambda: next(ids))
         self.now_s = 100.0
         self.commands: list[tuple[int, Command]] = []
         self.events: list[Event] = []
@@ -66,9 +124,8 @@ class Rig:
         self.changed += output.changed
 
     def ready(self, worker_id: int) -> None:
-        self.scheduler.worker_ready(
-            Hello("key", worker_id, self.fleet[worker_id].device, 1000 + worker_id), Ready(32, 4, 64), self.now_s
-        )
+        hello = Hello("key", worker_id, self.fleet[worker_id].device, 1000 + worker_id)
+        self.scheduler.worker_ready(hello, Ready(self.num_pages, 4, 64), self.now_s)
         self.take()
 
     def submit(self, prompt: tuple[int, ...] = (1, 2, 3), gen_length: int = BLOCK, **given: Any) -> TrackedRequest:
@@ -123,9 +180,13 @@ class Rig:
         lines: tuple[str, ...] = (),
         worker_now_s: float | None = None,
         iteration_age_s: float | None = None,
+        reserved: tuple[BlockKey, ...] = (),
+        handed_over: tuple[BlockKey, ...] = (),
     ) -> None:
         worker_now_s = self.now_s if worker_now_s is None else worker_now_s
-        message = EngineProgress(worker_now_s, 1, refreshed, ended, lines, iteration_age_s)
+        message = EngineProgress(
+            worker_now_s, 1, refreshed, ended, lines, iteration_age_s, reserved=reserved, handed_over=handed_over
+        )
         self.scheduler.progress(worker_id, message, self.now_s)
         self.take()
 
@@ -138,7 +199,10 @@ class Rig:
 
     def finish_block(self, first_id: int = 10) -> None:
         """The worker of the last block sent answers that it is done."""
-        worker_id, task = self.last_task()
+        self.answer(*self.last_task(), first_id=first_id)
+
+    def answer(self, worker_id: int, task: BlockTask, *, first_id: int = 10) -> None:
+        """The worker says that a block is done."""
         self.progress(worker_id, done(task, tuple(range(first_id, first_id + task.block_length))))
 
     def of(self, kind: type[E]) -> list[E]:
@@ -158,3 +222,10 @@ def failed(task: BlockTask, error: str = "batch failed", fault: Fault = Fault.BA
 
 def cancelled(task: BlockTask) -> BlockEnd:
     return BlockEnd.without_steps(task.key, BlockOutcome.CANCELLED)
+
+
+def make_tracked(num_prompt: int, num_masks: int, sampling: SamplingParameters) -> TrackedRequest:
+    """A request as it came in, with one block of 32 per 32 masks."""
+    request = Request("r", (1,) * num_prompt, num_masks, sampling, 0, False, 0.0)
+    shape = RequestShape(num_prompt, num_masks, 32, num_masks // 32)
+    return TrackedRequest(request, shape, 1, array("i", request.prompt_token_ids), ready_s=0.0)

@@ -138,7 +138,7 @@ class ServerInThisProcess:
         self.recorder = recorder or Recorder(None)
         self.hub = build_hub(self.deployment, self.service, self.recorder)
         description = ServerDescription(self.deployment, self.config_json, '{"machine":"test"}', "", 0.0)
-        self.terms = replace(worker_terms(self.deployment, self.service), worker_key=WORKER_KEY)
+        self.terms = replace(worker_terms(self.deployment, self.service, ""), worker_key=WORKER_KEY)
         self.endpoint = Endpoint(self.hub, self.service, self.terms, lambda: description.status(self.hub))
         self.workers: list[ThreadWorker] = []
 

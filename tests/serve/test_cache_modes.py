@@ -11,7 +11,8 @@ import pytest
 
 from dbench.errors import OptionError
 from dbench.options import EngineOptions, options_of
-from dbench.serve.engine import Engine, EngineLimits
+from dbench.serve.engine import Engine
+from dbench.serve.engine_state import EngineLimits
 from dbench.serve.pages import PagePool
 from dbench.serve.policy import SPANS
 from dbench.serve.runner import Phase, Span

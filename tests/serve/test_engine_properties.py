@@ -160,6 +160,31 @@ def test_overlap_gives_the_ids_and_steps_of_the_plain_driver(work: Workload, oth
 
 @settings(max_examples=60, deadline=None)
 @given(workloads(), st.booleans())
+def test_under_arrival_order_every_block_ends_within_a_bound_that_its_place_in_the_queue_sets(
+    work: Workload, overlap: bool
+) -> None:
+    """Blocks of L positions run for at most L steps; the driver may see an end one iteration late, after a void span.
+
+    So those that run when a block becomes the first to wait have all ended L + 2 iterations later, if nothing else
+    has let it in before; then it goes alone. With k blocks before it, it has ended after (k + 2) (L + 2) iterations:
+    those that run, those k, and itself.
+    """
+    rig = make_rig_for(replace(work, queue_policy="arrival_order"), NO_TROUBLES, overlap=overlap)
+    to_come, steps, bounds = list(work.tasks), 0, {}
+    while to_come or not rig.engine.is_idle:
+        while to_come and (to_come[0].arrival_s <= rig.clock() or rig.engine.is_idle):
+            task = to_come.pop(0)
+            bounds[task.key] = steps + (len(rig.engine.waiting) + 2) * (task.block_length + 2)
+            rig.engine.submit(task)
+        rig.step()
+        steps += 1
+        late = [key for key, bound in bounds.items() if steps > bound and key not in rig.ends]
+        assert not late, f"{late[0]} has not ended after {steps} iterations"
+    assert rig.ends.keys() == submitted(work)
+
+
+@settings(max_examples=60, deadline=None)
+@given(workloads(), st.booleans())
 def test_the_deficit_stays_below_the_longest_canvas(work: Workload, overlap: bool) -> None:
     longest = max(task.canvas_length for task in work.tasks)
     deficits = [state.deficit_tokens for state in run(work, overlap=overlap).states]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dbench.serve import families, torch_runner
 from dbench.serve.batch import PackedBatch, SlotTable, pack
-from dbench.serve.runner import Phase, Runner, Span, StepResult, Ticket
+from dbench.serve.runner import LayerWatcher, Phase, Runner, Span, StepResult, Ticket
 from dbench.serve.sequence import BlockTask, SamplingParameters
 from tests.serve.checkpoints import MASK, TINY, TINY_DREAM, tiny_dream_tensors, tiny_tensors, write_checkpoint
 from tests.serve.decoding import Job, decode_all, engine_on, limits_for, runner_for
@@ -102,12 +102,17 @@ class KeepsOldKeys:
         self._tasks: dict[int, BlockTask] = {}
         self._pages: tuple[int, ...] = ()
 
-    def attach(self, slot: int, task: BlockTask, pages: tuple[int, ...]) -> None:
+    def attach(
+        self, slot: int, task: BlockTask, pages: tuple[int, ...], fixed: Mapping[int, int] | None = None
+    ) -> None:
         if task.key.block_index == 0:
             self._pages = pages
         assert sorted(self._pages) == sorted(pages), "a request alone gets the same pages again"
         self._tasks[slot] = task
         self._inner.attach(slot, task, self._pages)
+
+    def watch_layers(self, watcher: LayerWatcher) -> None:
+        self._inner.watch_layers(watcher)
 
     def launch(self, spans: tuple[Span, ...]) -> Ticket:
         return self._inner.launch(tuple(self._changed(span) for span in spans))

@@ -1,8 +1,6 @@
-"""Token budget and admission, queue orders, spans and routes."""
+"""Token budget and admission, queue orders and spans."""
 
 from __future__ import annotations
-
-import random
 
 import pytest
 from hypothesis import given
@@ -10,15 +8,12 @@ from hypothesis import strategies as st
 
 from dbench.errors import OptionError
 from dbench.serve.policy import (
-    PREFILL_ROUTES,
     QUEUE_ORDERS,
     SPANS,
     Admission,
     Room,
-    RouteState,
     Stop,
     TokenBudget,
-    WorkerLoad,
     admit,
     choose,
 )
@@ -207,31 +202,3 @@ def test_without_a_cache_every_step_computes_and_writes_the_canvas(logit_shift: 
     task = make_task(prompt=10, masks=12)
     assert SPANS["none"]["refresh"](task, logit_shift) == (0, 22, 0)
     assert SPANS["none"]["decode"](task, logit_shift) == (0, 22, 0)
-
-
-def load(worker_id: int, tokens: int = 0) -> WorkerLoad:
-    return WorkerLoad(worker_id, tokens, num_requests=1, length_sum=tokens)
-
-
-def test_round_robin_goes_on_from_the_last_worker() -> None:
-    state = RouteState(random.Random(0))
-    route = PREFILL_ROUTES["round_robin"]
-    loads = [load(0), load(1), load(2)]
-    assert [route(loads, 10, state) for _ in range(4)] == [0, 1, 2, 0]
-    assert route([load(0), load(2)], 10, state) == 2
-    assert route(loads, 10, state) == 0
-
-
-def test_least_outstanding_takes_the_worker_with_the_fewest_tokens() -> None:
-    route = PREFILL_ROUTES["least_outstanding_prefill_tokens"]
-    assert route([load(0, 50), load(1, 20), load(2, 30)], 10, RouteState(random.Random(0))) == 1
-
-
-def test_least_outstanding_breaks_ties_evenly_by_its_seed() -> None:
-    route = PREFILL_ROUTES["least_outstanding_prefill_tokens"]
-    loads = [load(0, 20), load(1, 20), load(2, 30)]
-    first, again = RouteState(random.Random(7)), RouteState(random.Random(7))
-    drawn = [route(loads, 10, first) for _ in range(100)]
-    assert drawn == [route(loads, 10, again) for _ in range(100)]
-    assert set(drawn) == {0, 1}
-    assert 30 <= drawn.count(0) <= 70

@@ -5,19 +5,27 @@ from __future__ import annotations
 import gzip
 import json
 import logging
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 
+from dbench.serve.kv import PageStore
 from dbench.serve.profiled_runner import FIRST_BATCH, NUM_BATCHES, ProfiledRunner
-from dbench.serve.runner import Span, StepResult, Ticket
+from dbench.serve.runner import LayerWatcher, Span, StepResult, Ticket
 from dbench.serve.sequence import BlockTask
 
 
 class IdleRunner:
     """Computes nothing."""
 
-    def attach(self, slot: int, task: BlockTask, pages: tuple[int, ...]) -> None: ...
+    @property
+    def kv(self) -> PageStore:
+        raise AssertionError("nobody asks for its pages")
+
+    def attach(
+        self, slot: int, task: BlockTask, pages: tuple[int, ...], fixed: Mapping[int, int] | None = None
+    ) -> None: ...
 
     def launch(self, spans: tuple[Span, ...]) -> Ticket:
         return Ticket(0)
@@ -26,6 +34,8 @@ class IdleRunner:
         return StepResult((), 0.0, 0.0, 0.0)
 
     def detach(self, slot: int) -> None: ...
+
+    def watch_layers(self, watcher: LayerWatcher) -> None: ...
 
     def close(self) -> None: ...
 

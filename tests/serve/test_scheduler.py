@@ -219,10 +219,10 @@ def test_cancelling_a_running_block_tells_its_worker_and_frees_it_when_the_worke
     worker_id, task = rig.last_task()
     assert rig.cancel("r0") == "CANCELLED"
     assert rig.commands[-1] == (worker_id, CancelBlock(task.key))
-    assert rig.fleet[worker_id].load.num_requests == 1
+    assert rig.fleet[worker_id].load().num_requests == 1
     rig.progress(worker_id, cancelled(task))
-    assert rig.fleet[worker_id].load.num_requests == 0
-    assert rig.fleet[worker_id].load.length_sum == 0
+    assert rig.fleet[worker_id].load().num_requests == 0
+    assert rig.fleet[worker_id].load().length_sum == 0
     assert tracked.status is Status.CANCELLED
 
 
@@ -290,8 +290,8 @@ def test_loads_follow_what_was_given() -> None:
     other = 1 - long.worker_id
     rig.submit((1,) * 3, 4)
     rig.submit((1,) * 3, 4)
-    assert rig.fleet[long.worker_id].load.outstanding_prefill_tokens == 24
-    assert (rig.fleet[other].load.length_sum, rig.fleet[other].load.num_requests) == (14, 2)
+    assert rig.fleet[long.worker_id].load().outstanding_prefill_tokens == 24
+    assert (rig.fleet[other].load().length_sum, rig.fleet[other].load().num_requests) == (14, 2)
 
 
 def test_draining_workers_get_nothing_new_and_their_end_is_no_loss() -> None:

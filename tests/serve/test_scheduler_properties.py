@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from dbench.errors import QueueFullError, ServerUnavailable
 from dbench.events import BlockFinished, BlockRouted, RequestArrived, RequestFinished, SchedulerDepth
 from dbench.serve.fleet import WorkerPhase
-from dbench.serve.policy import PREFILL_ROUTES
+from dbench.serve.routes import PREFILL_ROUTES
 from dbench.serve.sequence import BlockTask, Fault
 from dbench.serve.wire_link import RunBlock
 from tests.serve.scheduler_builders import BLOCK, Rig, cancelled, done, failed, rules

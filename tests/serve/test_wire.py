@@ -224,5 +224,5 @@ def test_empty_messages_are_refused() -> None:
         wire.generate_reply_from_message(pb.GenerateReply())
     with pytest.raises(ValueError, match="hello, ready, progress, fatal or leaving"):
         wire_link.worker_message_from_message(pb.WorkerMessage())
-    with pytest.raises(ValueError, match="welcome, run, cancel or drain"):
+    with pytest.raises(ValueError, match="welcome, run, reserve, send, cancel or drain"):
         wire_link.command_from_message(pb.SchedulerCommand())

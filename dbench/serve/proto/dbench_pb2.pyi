@@ -237,26 +237,54 @@ class BlockTask(_message.Message):
     def __init__(self, key: _Optional[_Union[BlockKey, _Mapping]] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_masks: _Optional[int] = ..., block_length: _Optional[int] = ..., sampling: _Optional[_Union[SamplingParameters, _Mapping]] = ..., request_seed: _Optional[int] = ..., ignore_eos: _Optional[bool] = ..., arrival_s: _Optional[float] = ..., num_remaining_blocks: _Optional[int] = ..., alone: _Optional[bool] = ...) -> None: ...
 
 class SchedulerCommand(_message.Message):
-    __slots__ = ("welcome", "run", "cancel", "drain")
+    __slots__ = ("welcome", "run", "cancel", "drain", "reserve", "send")
     WELCOME_FIELD_NUMBER: _ClassVar[int]
     RUN_FIELD_NUMBER: _ClassVar[int]
     CANCEL_FIELD_NUMBER: _ClassVar[int]
     DRAIN_FIELD_NUMBER: _ClassVar[int]
+    RESERVE_FIELD_NUMBER: _ClassVar[int]
+    SEND_FIELD_NUMBER: _ClassVar[int]
     welcome: Welcome
     run: BlockTask
     cancel: BlockKey
     drain: Drain
-    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., run: _Optional[_Union[BlockTask, _Mapping]] = ..., cancel: _Optional[_Union[BlockKey, _Mapping]] = ..., drain: _Optional[_Union[Drain, _Mapping]] = ...) -> None: ...
+    reserve: ReserveBlock
+    send: SendBlock
+    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., run: _Optional[_Union[BlockTask, _Mapping]] = ..., cancel: _Optional[_Union[BlockKey, _Mapping]] = ..., drain: _Optional[_Union[Drain, _Mapping]] = ..., reserve: _Optional[_Union[ReserveBlock, _Mapping]] = ..., send: _Optional[_Union[SendBlock, _Mapping]] = ...) -> None: ...
 
 class Welcome(_message.Message):
-    __slots__ = ("worker_id", "engine_json", "model_fingerprint")
+    __slots__ = ("worker_id", "engine_json", "model_fingerprint", "kind", "meeting_address")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     ENGINE_JSON_FIELD_NUMBER: _ClassVar[int]
     MODEL_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    MEETING_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     worker_id: int
     engine_json: str
     model_fingerprint: str
-    def __init__(self, worker_id: _Optional[int] = ..., engine_json: _Optional[str] = ..., model_fingerprint: _Optional[str] = ...) -> None: ...
+    kind: str
+    meeting_address: str
+    def __init__(self, worker_id: _Optional[int] = ..., engine_json: _Optional[str] = ..., model_fingerprint: _Optional[str] = ..., kind: _Optional[str] = ..., meeting_address: _Optional[str] = ...) -> None: ...
+
+class ReserveBlock(_message.Message):
+    __slots__ = ("task", "sender_id", "epoch")
+    TASK_FIELD_NUMBER: _ClassVar[int]
+    SENDER_ID_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    task: BlockTask
+    sender_id: int
+    epoch: int
+    def __init__(self, task: _Optional[_Union[BlockTask, _Mapping]] = ..., sender_id: _Optional[int] = ..., epoch: _Optional[int] = ...) -> None: ...
+
+class SendBlock(_message.Message):
+    __slots__ = ("key", "receiver_id", "epoch")
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    RECEIVER_ID_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    key: BlockKey
+    receiver_id: int
+    epoch: int
+    def __init__(self, key: _Optional[_Union[BlockKey, _Mapping]] = ..., receiver_id: _Optional[int] = ..., epoch: _Optional[int] = ...) -> None: ...
 
 class Drain(_message.Message):
     __slots__ = ()
@@ -309,23 +337,27 @@ class Ready(_message.Message):
     def __init__(self, pages_total: _Optional[int] = ..., kv_page_size: _Optional[int] = ..., max_model_len: _Optional[int] = ...) -> None: ...
 
 class Progress(_message.Message):
-    __slots__ = ("now_s", "iteration", "refreshed", "ended", "event_json", "iteration_age_s")
+    __slots__ = ("now_s", "iteration", "refreshed", "ended", "event_json", "iteration_age_s", "reserved", "handed_over")
     NOW_S_FIELD_NUMBER: _ClassVar[int]
     ITERATION_FIELD_NUMBER: _ClassVar[int]
     REFRESHED_FIELD_NUMBER: _ClassVar[int]
     ENDED_FIELD_NUMBER: _ClassVar[int]
     EVENT_JSON_FIELD_NUMBER: _ClassVar[int]
     ITERATION_AGE_S_FIELD_NUMBER: _ClassVar[int]
+    RESERVED_FIELD_NUMBER: _ClassVar[int]
+    HANDED_OVER_FIELD_NUMBER: _ClassVar[int]
     now_s: float
     iteration: int
     refreshed: _containers.RepeatedCompositeFieldContainer[BlockKey]
     ended: _containers.RepeatedCompositeFieldContainer[BlockEnd]
     event_json: _containers.RepeatedScalarFieldContainer[str]
     iteration_age_s: float
-    def __init__(self, now_s: _Optional[float] = ..., iteration: _Optional[int] = ..., refreshed: _Optional[_Iterable[_Union[BlockKey, _Mapping]]] = ..., ended: _Optional[_Iterable[_Union[BlockEnd, _Mapping]]] = ..., event_json: _Optional[_Iterable[str]] = ..., iteration_age_s: _Optional[float] = ...) -> None: ...
+    reserved: _containers.RepeatedCompositeFieldContainer[BlockKey]
+    handed_over: _containers.RepeatedCompositeFieldContainer[BlockKey]
+    def __init__(self, now_s: _Optional[float] = ..., iteration: _Optional[int] = ..., refreshed: _Optional[_Iterable[_Union[BlockKey, _Mapping]]] = ..., ended: _Optional[_Iterable[_Union[BlockEnd, _Mapping]]] = ..., event_json: _Optional[_Iterable[str]] = ..., iteration_age_s: _Optional[float] = ..., reserved: _Optional[_Iterable[_Union[BlockKey, _Mapping]]] = ..., handed_over: _Optional[_Iterable[_Union[BlockKey, _Mapping]]] = ...) -> None: ...
 
 class BlockEnd(_message.Message):
-    __slots__ = ("key", "outcome", "token_ids", "found_eos", "error", "times", "steps", "fault")
+    __slots__ = ("key", "outcome", "token_ids", "found_eos", "error", "times", "steps", "fault", "refreshed_elsewhere")
     KEY_FIELD_NUMBER: _ClassVar[int]
     OUTCOME_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -334,6 +366,7 @@ class BlockEnd(_message.Message):
     TIMES_FIELD_NUMBER: _ClassVar[int]
     STEPS_FIELD_NUMBER: _ClassVar[int]
     FAULT_FIELD_NUMBER: _ClassVar[int]
+    REFRESHED_ELSEWHERE_FIELD_NUMBER: _ClassVar[int]
     key: BlockKey
     outcome: str
     token_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -342,7 +375,22 @@ class BlockEnd(_message.Message):
     times: BlockTimes
     steps: _containers.RepeatedCompositeFieldContainer[BlockStep]
     fault: str
-    def __init__(self, key: _Optional[_Union[BlockKey, _Mapping]] = ..., outcome: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., found_eos: _Optional[bool] = ..., error: _Optional[str] = ..., times: _Optional[_Union[BlockTimes, _Mapping]] = ..., steps: _Optional[_Iterable[_Union[BlockStep, _Mapping]]] = ..., fault: _Optional[str] = ...) -> None: ...
+    refreshed_elsewhere: RefreshTimes
+    def __init__(self, key: _Optional[_Union[BlockKey, _Mapping]] = ..., outcome: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., found_eos: _Optional[bool] = ..., error: _Optional[str] = ..., times: _Optional[_Union[BlockTimes, _Mapping]] = ..., steps: _Optional[_Iterable[_Union[BlockStep, _Mapping]]] = ..., fault: _Optional[str] = ..., refreshed_elsewhere: _Optional[_Union[RefreshTimes, _Mapping]] = ...) -> None: ...
+
+class RefreshTimes(_message.Message):
+    __slots__ = ("worker_id", "received_s", "refresh_start_s", "refresh_end_s", "transfer_start_s")
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    RECEIVED_S_FIELD_NUMBER: _ClassVar[int]
+    REFRESH_START_S_FIELD_NUMBER: _ClassVar[int]
+    REFRESH_END_S_FIELD_NUMBER: _ClassVar[int]
+    TRANSFER_START_S_FIELD_NUMBER: _ClassVar[int]
+    worker_id: int
+    received_s: float
+    refresh_start_s: float
+    refresh_end_s: float
+    transfer_start_s: float
+    def __init__(self, worker_id: _Optional[int] = ..., received_s: _Optional[float] = ..., refresh_start_s: _Optional[float] = ..., refresh_end_s: _Optional[float] = ..., transfer_start_s: _Optional[float] = ...) -> None: ...
 
 class BlockTimes(_message.Message):
     __slots__ = ("received_s", "refresh_start_s", "refresh_end_s", "decode_start_s", "end_s")

@@ -1,0 +1,133 @@
+"""Options of the two serving modes: what each needs, and what is refused by name."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from dbench.config import Resolved, resolve
+from dbench.engine_options import DEVICE_OPTIONS, MODES
+from dbench.errors import OptionError
+from dbench.options import COMMAND_SECTIONS, EngineOptions, ServiceOptions, options_of
+from dbench.resolve import resolve_serve
+
+GIB = 2**30
+HYBRID = {"mode": "hybrid", "prefill_gpus": "cpu", "hybrid_colocated_gpus": "cpu,cpu"}
+
+
+def given(**flags: object) -> Resolved:
+    return resolve(
+        COMMAND_SECTIONS["serve"],
+        {"scheduler_port": 0, "max_model_len": 256, **flags},
+        yaml_path=None,
+        environment={},
+    )
+
+
+def resolved(**flags: object) -> Resolved:
+    return resolve_serve(given(**flags), available_bytes=lambda: 64 * GIB)
+
+
+def hybrid(**flags: object) -> Resolved:
+    return resolved(**{"master_port": 0, **HYBRID, **flags})
+
+
+@pytest.fixture
+def busy_port() -> Iterator[int]:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        yield listener.getsockname()[1]
+
+
+def test_hybrid_mode_has_two_lists_of_devices_and_no_gpus() -> None:
+    engine = hybrid(prefill_gpus="cpu, cpu").section(EngineOptions)
+    assert (engine.gpus, engine.prefill_gpus, engine.hybrid_colocated_gpus) == (None, "cpu,cpu", "cpu,cpu")
+    assert engine.num_workers == 4
+
+
+def test_all_workers_of_both_kinds_share_the_memory() -> None:
+    pages = [
+        resolve_serve(given(max_batch_size=10**6, **setup), available_bytes=lambda: GIB)
+        .section(EngineOptions)
+        .kv_max_pages
+        for setup in ({**HYBRID, "master_port": 0}, {"gpus": "cpu,cpu,cpu"})
+    ]
+    assert pages[0] == pages[1]
+
+
+@pytest.mark.parametrize("missing", DEVICE_OPTIONS["hybrid"])
+def test_hybrid_mode_needs_both_kinds_of_workers(missing: str) -> None:
+    flag = "--" + missing.replace("_", "-")
+    with pytest.raises(OptionError, match=f"{flag}: got nothing, wanted devices .*mode hybrid needs both kinds"):
+        hybrid(**{missing: None})
+
+
+@pytest.mark.parametrize(
+    ("mode", "flag", "value"),
+    [
+        ("colocated", "prefill_gpus", "cpu"),
+        ("colocated", "decode_scheduler_policy", "round_robin"),
+        ("colocated", "kv_topology_alpha", "0.5"),
+        ("colocated", "enable_hybrid_prefill_overflow", "false"),
+        ("colocated", "master_port", "1"),
+        ("hybrid", "gpus", "cpu"),
+        ("hybrid", "colocated_sticky_worker", "true"),
+    ],
+)
+def test_options_of_the_other_mode_are_refused_by_name(mode: str, flag: str, value: str) -> None:
+    other = next(name for name in MODES if name != mode)
+    wanted = f"--{flag.replace('_', '-')}: belongs to mode {other}, and the mode is {mode}"
+    with pytest.raises(OptionError, match=wanted):
+        (hybrid if mode == "hybrid" else resolved)(**{flag: value})
+
+
+def test_a_default_that_is_spelled_out_is_no_option_of_the_other_mode(tmp_path: Path) -> None:
+    for first in (resolved(), hybrid()):
+        path = tmp_path / "config.yaml"
+        path.write_text(first.to_yaml())
+        again = resolve(COMMAND_SECTIONS["serve"], {}, yaml_path=path, environment={})
+        assert resolve_serve(again, available_bytes=lambda: GIB).sections == first.sections
+
+
+@pytest.mark.parametrize(
+    ("flags", "line"),
+    [
+        ({"prefill_scheduler_policy": "least_outstanding_requests"}, "in mode hybrid"),
+        ({"cache_mode": "none"}, "wanted 'exact' in mode hybrid"),
+        ({"kv_fast_pairs": "0-0"}, "--kv-fast-pairs: got '0-0', where '0-0' pairs a device with itself"),
+        ({"kv_fast_pairs": ","}, "it names no pair"),
+        ({"kv_fast_pairs": "0-1-2"}, "'0-1-2' is no pair of device numbers"),
+        ({"prefill_gpus": "cpu,tpu"}, "--prefill-gpus: got 'tpu'"),
+        ({"hybrid_colocated_gpus": "tpu"}, "--hybrid-colocated-gpus: got 'tpu'"),
+    ],
+)
+def test_what_hybrid_mode_cannot_do_is_refused(flags: dict[str, object], line: str) -> None:
+    with pytest.raises(OptionError) as caught:
+        hybrid(**flags)
+    assert line in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_the_meeting_port_must_be_free_and_another_one(busy_port: int) -> None:
+    with pytest.raises(OptionError, match=f"--master-port: got {busy_port}, which is in use on localhost"):
+        hybrid(master_port=busy_port)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        free = probe.getsockname()[1]
+    with pytest.raises(OptionError, match=f"--master-port: got {free}, which is scheduler_port too"):
+        hybrid(master_port=free, scheduler_port=free)
+
+
+def test_workers_meet_on_loopback_unless_allowed() -> None:
+    with pytest.raises(OptionError, match=r"--master-addr: got '0\.0\.0\.0', wanted a loopback address"):
+        hybrid(master_addr="0.0.0.0")
+    assert hybrid(master_addr="0.0.0.0", allow_insecure_bind=True).section(ServiceOptions).master_addr == "0.0.0.0"
+
+
+def test_every_option_of_one_mode_names_a_mode() -> None:
+    modes = {option.spec.mode for kind in (EngineOptions, ServiceOptions) for option in options_of(kind)}
+    assert modes == {"", *MODES}
