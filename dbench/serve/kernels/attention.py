@@ -67,8 +67,14 @@ def choose_tiling(shape: LaunchShape, device: torch.device) -> Tiling:
     else:
         block_m, block_n, num_warps = 128, 128, 8
     num_stages = 3
-    while 2 * num_stages * block_n * shape.bytes_per_key_head > limits.shared_memory * 9 // 10 and block_n > 16:
-        block_n //= 2
+    while (2 * num_stages * block_n + block_m) * shape.bytes_per_key_head > limits.shared_memory and block_m > 16:
+        # keys and values of every stage, and the queries
+        if block_n > 16:
+            block_n //= 2
+        elif num_stages > 2:
+            num_stages -= 1
+        else:
+            block_m //= 2
     num_programs = programs(block_m)
     num_chunks = max(1, min(limits.num_processors // num_programs, shape.longest // FEWEST_KEYS_PER_CHUNK))
     values_first = block_m > 32 or num_programs <= limits.num_processors
