@@ -20,6 +20,7 @@ from dbench.serve.kernels.attention import (  # noqa: E402
     SpanKeys,
     Tiling,
     choose_tiling,
+    counts_to_compile,
 )
 from dbench.serve.kernels.elementwise import Rotary, rms_norm, silu_times  # noqa: E402
 from dbench.serve.kernels.layout import SlotPlaces, SpanTable, compact_masked, pack_rows, row_buffers  # noqa: E402
@@ -171,6 +172,15 @@ def test_a_tile_of_queries_and_its_keys_fit_into_shared_memory(
     shape = LaunchShape(64, queries, 8, bytes_per_key_head, longest=4096)
     tiling = choose_tiling(shape, DEVICE)
     assert (tiling.block_m, tiling.block_n) == cuts
+
+
+def test_one_launch_of_every_kind_is_compiled() -> None:
+    def cut(num_chunks: int, block_m: int = 32) -> Tiling:
+        return Tiling(num_chunks, block_m, 128, 4, 3, values_first=False)
+
+    tilings = {(1, 33): cut(4), (2, 33): cut(2), (3, 33): cut(1), (4, 33): cut(1), (5, 33): cut(1, 64), (6, 33): cut(1)}
+    assert counts_to_compile(tilings) == (1, 3, 5)
+    assert counts_to_compile({**tilings, (2, 32): cut(2), (1, 32): cut(1)}) == (1, 2, 3, 5)
 
 
 def slot_state(num_slots: int, length: int, rules: list[str], parameters: list[float]) -> SlotState:
