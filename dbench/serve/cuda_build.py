@@ -131,6 +131,7 @@ def _prepare(runner: CudaRunner, settings: CudaSettings, device: torch.device) -
     """Run and capture everything once. Raises ServerStartError where that takes more than the reserve."""
     free_before, _ = torch.cuda.mem_get_info(device)
     runner.run_largest()
+    runner.compile()
     runner.warm_up()
     if settings.graph_batch_sizes:
         runner.capture(settings.graph_batch_sizes)

@@ -17,7 +17,14 @@ from torch import Tensor
 
 from dbench.serve.cuda_batch import BatchShape
 from dbench.serve.families import ModelConfig
-from dbench.serve.kernels.attention import LaunchShape, SpanAttention, SpanKeys, Tiling, choose_tiling
+from dbench.serve.kernels.attention import (
+    LaunchShape,
+    SpanAttention,
+    SpanKeys,
+    Tiling,
+    choose_tiling,
+    counts_to_compile,
+)
 from dbench.serve.kernels.elementwise import Rotary, rms_norm, silu_times
 from dbench.serve.kernels.layout import RowBuffers
 from dbench.serve.kv import KvPool
@@ -85,6 +92,7 @@ class CudaModel:
                 tiling = choose_tiling(self._launch_shape(num_spans, rows), device)
                 self._attention.reserve(num_spans, rows, tiling, device)
                 self._tilings[num_spans, rows] = tiling
+        self.counts_to_compile = counts_to_compile(self._tilings)
         half = torch.arange(0, config.head_dim, 2, dtype=torch.float32, device=device)
         frequencies = 1.0 / config.rope_theta ** (half / config.head_dim)
         positions = torch.arange(max(sizes.longest_canvas, sizes.short_rows), dtype=torch.float32, device=device)

@@ -183,6 +183,12 @@ class CudaRunner:
         torch.cuda.synchronize(self._device)
 
     @torch.inference_mode()
+    def compile(self) -> None:
+        """Decode passes that compile every kernel which one without a graph may need."""
+        for num_spans in self._model.counts_to_compile:
+            self._padded_pass(num_spans)
+
+    @torch.inference_mode()
     def capture(self, graph_sizes: Sequence[int]) -> None:
         """Capture decode passes of these numbers of spans."""
         self._graphs.capture(graph_sizes, self._padded_pass)

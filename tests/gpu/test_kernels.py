@@ -13,7 +13,15 @@ from torch import Tensor
 
 triton = pytest.importorskip("triton")
 
-from dbench.serve.kernels.attention import SpanAttention, SpanKeys, Tiling  # noqa: E402
+from dbench.serve.kernels import attention as attention_module  # noqa: E402
+from dbench.serve.kernels.attention import (  # noqa: E402
+    LaunchShape,
+    SpanAttention,
+    SpanKeys,
+    Tiling,
+    choose_tiling,
+    counts_to_compile,
+)
 from dbench.serve.kernels.elementwise import Rotary, rms_norm, silu_times  # noqa: E402
 from dbench.serve.kernels.layout import SlotPlaces, SpanTable, compact_masked, pack_rows, row_buffers  # noqa: E402
 from dbench.serve.kernels.sampling import (  # noqa: E402
@@ -143,6 +151,36 @@ def test_span_attention_is_attention(dtype: torch.dtype, heads: int, kv_heads: i
         found = out[span * rows : (span + 1) * rows].float()
         tolerance = 2e-2 if dtype == HALF else 1e-5
         torch.testing.assert_close(found, wanted, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize(
+    ("shared_memory", "queries", "bytes_per_key_head", "cuts"),
+    [
+        (232_448, 32, 256, (32, 128)),  # H200: LLaDA and Dream as measured
+        (232_448, 231, 256, (128, 128)),
+        (232_448, 256, 512, (128, 32)),  # a head dim of 256: with 64 keys it would need 262,144 bytes
+        (232_448, 256, 1024, (128, 16)),
+        (101_376, 256, 1024, (32, 16)),  # cards for workstations
+        (101_376, 32, 256, (32, 32)),
+    ],
+)
+def test_a_tile_of_queries_and_its_keys_fit_into_shared_memory(
+    shared_memory: int, queries: int, bytes_per_key_head: int, cuts: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits = attention_module._DeviceLimits(132, shared_memory)
+    monkeypatch.setattr(attention_module._DeviceLimits, "of", lambda _: limits)
+    shape = LaunchShape(64, queries, 8, bytes_per_key_head, longest=4096)
+    tiling = choose_tiling(shape, DEVICE)
+    assert (tiling.block_m, tiling.block_n) == cuts
+
+
+def test_one_launch_of_every_kind_is_compiled() -> None:
+    def cut(num_chunks: int, block_m: int = 32) -> Tiling:
+        return Tiling(num_chunks, block_m, 128, 4, 3, values_first=False)
+
+    tilings = {(1, 33): cut(4), (2, 33): cut(2), (3, 33): cut(1), (4, 33): cut(1), (5, 33): cut(1, 64), (6, 33): cut(1)}
+    assert counts_to_compile(tilings) == (1, 3, 5)
+    assert counts_to_compile({**tilings, (2, 32): cut(2), (1, 32): cut(1)}) == (1, 2, 3, 5)
 
 
 def slot_state(num_slots: int, length: int, rules: list[str], parameters: list[float]) -> SlotState:

@@ -13,7 +13,8 @@ rows of a KV head, Z chunks, N most pages of a canvas.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -67,12 +68,31 @@ def choose_tiling(shape: LaunchShape, device: torch.device) -> Tiling:
     else:
         block_m, block_n, num_warps = 128, 128, 8
     num_stages = 3
-    while 2 * num_stages * block_n * shape.bytes_per_key_head > limits.shared_memory * 9 // 10 and block_n > 16:
-        block_n //= 2
+    while (2 * num_stages * block_n + block_m) * shape.bytes_per_key_head > limits.shared_memory and block_m > 16:
+        # keys and values of every stage, and the queries
+        if block_n > 16:
+            block_n //= 2
+        elif num_stages > 2:
+            num_stages -= 1
+        else:
+            block_m //= 2
     num_programs = programs(block_m)
     num_chunks = max(1, min(limits.num_processors // num_programs, shape.longest // FEWEST_KEYS_PER_CHUNK))
     values_first = block_m > 32 or num_programs <= limits.num_processors
     return Tiling(num_chunks, block_m, block_n, num_warps, num_stages, values_first)
+
+
+def counts_to_compile(tilings: Mapping[tuple[int, int], Tiling]) -> tuple[int, ...]:
+    """Numbers of spans whose launches are between them compiled to everything that `tilings` asks for.
+
+    `tilings`: (spans, rows of each) -> how that launch is cut. A kernel is compiled at the first launch that needs it,
+    for a second or so: better before work comes.
+    """
+    first: dict[tuple[int, Tiling], int] = {}
+    for (num_spans, num_rows), tiling in tilings.items():
+        kind = num_rows, replace(tiling, num_chunks=min(tiling.num_chunks, 2))  # split or not: how often is no matter
+        first[kind] = min(num_spans, first.get(kind, num_spans))
+    return tuple(sorted(set(first.values())))
 
 
 @dataclass(frozen=True, slots=True)
