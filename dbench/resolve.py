@@ -139,7 +139,7 @@ def mode(plan: ServePlan) -> ServePlan:
 
 def basics(plan: ServePlan) -> ServePlan:
     """The model, its tokenizer and names, and the lengths that follow from it."""
-    if plan.engine.model is None and _wants_cuda(plan):
+    if plan.engine.model is None and plan.num_cuda_devices and _wants_cuda(plan):
         plan = plan.auto("model", LARGE_MODEL, "no model was given, and there is a CUDA device")
     elif plan.engine.model is None:
         plan = plan.auto("model", EMBEDDED, "no model was given")
@@ -191,7 +191,7 @@ def _wants_cuda(plan: ServePlan) -> bool:
     lists = [plan.resolved.value(option) for option in DEVICE_OPTIONS[plan.engine.mode]]
     if lists == [None]:
         return plan.num_cuda_devices > 0
-    return any(name.strip().isdigit() for names in lists if names is not None for name in names.split(","))
+    return any(name.strip().isdecimal() for names in lists if names is not None for name in names.split(","))
 
 
 def _device_list(plan: ServePlan, option: str) -> tuple[ServePlan, list[int]]:
@@ -201,10 +201,10 @@ def _device_list(plan: ServePlan, option: str) -> tuple[ServePlan, list[int]]:
         raise plan.refused(option, "nothing", f"devices such as 'cpu': mode {HYBRID} needs both kinds of workers")
     names = [name.strip() for name in given.split(",")]
     for name in names:
-        if name != CPU and not (name.isdigit() and int(name) < count):
+        if name != CPU and not (name.isdecimal() and int(name) < count):
             there = f"CUDA devices 0 to {count - 1}" if count else "no CUDA device is there"
             raise plan.refused(option, repr(name), f"'cpu', or the number of a CUDA device ({there})")
-    plan = plan.normalised(option, ",".join(str(int(name)) if name.isdigit() else name for name in names))
+    plan = plan.normalised(option, ",".join(str(int(name)) if name.isdecimal() else name for name in names))
     return plan, [int(name) for name in names if name != CPU]
 
 
@@ -245,7 +245,7 @@ def kernels_and_graphs(plan: ServePlan) -> ServePlan:
     """How CUDA workers compute; what only they can do is refused elsewhere."""
     engine = plan.engine
     sizes = engine.cuda_graph_batch_sizes.split(",")
-    if not all(size.strip().isdigit() and int(size) > 0 for size in sizes):
+    if not all(size.strip().isdecimal() and int(size) > 0 for size in sizes):
         raise plan.refused("cuda_graph_batch_sizes", repr(engine.cuda_graph_batch_sizes), "numbers such as 1,2,4,8")
     layer, num_layers = engine.op_metrics_layer_id, plan.known_model.n_layers
     if layer is not None and layer >= num_layers - 1:

@@ -285,6 +285,8 @@ def test_a_server_on_cuda_devices_wants_the_large_model_when_none_is_named() -> 
     [
         ({"gpus": "2", "num_gpus": 2}, "CUDA devices 0 to 1"),
         ({"gpus": "0"}, "no CUDA device is there"),
+        ({"gpus": "0", "model": None}, "no CUDA device is there"),
+        ({"gpus": "²", "num_gpus": 3}, "CUDA devices 0 to 2"),
         ({"gpus": "0,cpu", "num_gpus": 1}, "not both"),
         ({"gpus": "0,0", "num_gpus": 1}, "at most once"),
         ({"gpus": "0", "num_gpus": 1, "cuda_graph_batch_sizes": "1,two"}, "numbers such as"),
@@ -294,7 +296,7 @@ def test_a_server_on_cuda_devices_wants_the_large_model_when_none_is_named() -> 
     ],
 )
 def test_what_devices_cannot_do_is_refused(flags: dict[str, Any], wanted: str) -> None:
-    assert wanted in refusal(model="embedded", **flags)
+    assert wanted in refusal(**{"model": "embedded", **flags})
 
 
 def test_operations_of_a_model_of_one_layer_are_not_measured(model_directory: Path) -> None:

@@ -67,6 +67,7 @@ def _reserve(
 ) -> CudaRunner:
     """Weights, room and pages, in the order of this module's first lines."""
     dtype = DTYPES[config.dtype]
+    backend = choose_backend(settings.attention_backend, model_config, dtype, device)
     weights = load_weights(model_config, WeightSource(config.model_dir, config.load_format, dtype, device, config.seed))
     facts = DecodingFacts(
         d_model=model_config.d_model,
@@ -86,9 +87,7 @@ def _reserve(
             device=device,
         )
     )
-    refresh = REFRESH_BACKENDS[choose_backend(settings.attention_backend, model_config, dtype, device)](
-        model_config, dtype, device
-    )
+    refresh = REFRESH_BACKENDS[backend](model_config, dtype, device)
     model = CudaModel(model_config, weights, refresh, sizes)
     runner = CudaRunner(model, refresh, slots, LogitRoom(facts, sizes, dtype, device), sizes, facts)
     num_pages = config.num_pages or pages_that_fit(model_config, config, settings)

@@ -73,7 +73,12 @@ class Deployment:
         return max(options.max_tokens_per_iteration, of_prefill)
 
     def graph_batch_sizes(self) -> tuple[int, ...]:
-        """Sizes to capture, ascending: those given, none larger than the largest batch."""
+        """Sizes to capture, ascending: those given, none larger than the largest batch.
+
+        Without a cache every step computes whole canvases, and there is nothing to capture.
+        """
+        if not self.options.enable_cuda_graphs or self.options.cache_mode != "exact":
+            return ()
         sizes = {int(size) for size in self.options.cuda_graph_batch_sizes.split(",")}
         return tuple(sorted({min(size, self.options.max_batch_size) for size in sizes}))
 
@@ -132,7 +137,7 @@ def _names(devices: str) -> tuple[str, ...]:
 def device_name(gpu: str) -> str:
     """As torch names it: 'cpu' stays, '0' is 'cuda:0'."""
     name = gpu.strip()
-    return f"cuda:{name}" if name.isdigit() else name
+    return f"cuda:{name}" if name.isdecimal() else name
 
 
 def _resolved(value: V | None, name: str) -> V:

@@ -6,14 +6,13 @@ A batch is padded to the next captured size with spans of a slot of their own, w
 from __future__ import annotations
 
 import time
-from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import torch
 
 LAUNCH_MARGIN = 1.5
-"""The device must be this much slower than the host that launches pass after pass, so that it never waits."""
+"""A padded pass may take the device this much longer than a launch takes the host, who has other work too."""
 TILE_ROWS = 128
 """Rows that a matrix product computes together: padding within them is free."""
 NUM_TIMED = 3
@@ -58,19 +57,16 @@ def padded_size(num_spans: int, device_s: Mapping[int, float], rows_per_span: in
     """The smallest captured size that holds a batch; None if none does, or launching it as it is costs less.
 
     `device_s`: captured size -> seconds of its pass. Padding is free within a tile of rows. Beyond that it costs the
-    device; a launch without a graph takes the host `launch_s`, and the device must be slower than that to be kept busy.
+    device, while a launch without a graph takes the host `launch_s`: whichever is more decides.
     """
-    sizes = sorted(device_s)
-    place = bisect_left(sizes, num_spans)
-    if place == len(sizes):
-        return None
+    size = next((captured for captured in sorted(device_s) if captured >= num_spans), None)
+    if size is None or size == num_spans or _tiles(size, rows_per_span) == _tiles(num_spans, rows_per_span):
+        return size
+    return None if device_s[size] > LAUNCH_MARGIN * launch_s else size
 
-    def tiles(spans: int) -> int:
-        return -(-spans * rows_per_span // TILE_ROWS)
 
-    if place == 0 or tiles(sizes[place]) == tiles(num_spans):
-        return sizes[place]
-    return None if device_s[sizes[place - 1]] > LAUNCH_MARGIN * launch_s else sizes[place]
+def _tiles(num_spans: int, rows_per_span: int) -> int:
+    return -(-num_spans * rows_per_span // TILE_ROWS)
 
 
 def _device_seconds(replay: Callable[[], None]) -> float:

@@ -71,4 +71,4 @@ class ProfiledRunner:
         except (OSError, RuntimeError) as error:
             logger.error("%s: the trace cannot be written: %s", self._path, error)
         else:
-            logger.info("profile of %d batches: %s", NUM_BATCHES, self._path)
+            logger.info("profile of %d batches: %s", self._num_launched - FIRST_BATCH, self._path)

@@ -14,10 +14,14 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from dbench.errors import one_line
 from dbench.serve.families import ModelConfig
 
 WORKSPACE_BYTES = 128 << 20
 FLASHINFER_HEAD_DIMS = (64, 128, 256)
+TRIED_ROWS = 16
+MAX_REASON = 200
+"""Characters of a foreign error that are shown."""
 NUM_PLANS = 2
 """A plan is copied to the device from a pinned buffer of its own while the batch before may still be copying its."""
 
@@ -110,4 +114,21 @@ def flashinfer_fault(config: ModelConfig, dtype: torch.dtype, device: torch.devi
     capability = torch.cuda.get_device_capability(device)
     if capability < (8, 0):
         return f"flashinfer needs compute capability 8.0, this device has {capability[0]}.{capability[1]}"
+    try:
+        _try_flashinfer(config, dtype, device)
+    except Exception as error:  # foreign code that compiles itself: whatever it lacks, sdpa does without
+        return f"flashinfer does not run here: {one_line(error)[:MAX_REASON]}"
     return ""
+
+
+def _try_flashinfer(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
+    """Plan and run a few rows, which compiles the kernels where that has not been done."""
+    backend = FlashInferRagged(config, dtype, device)
+    backend.plan([TRIED_ROWS])
+    heads = config.n_heads + 2 * config.n_kv_heads
+    qkv_THD = torch.zeros(TRIED_ROWS, heads, config.head_dim, dtype=dtype, device=device)
+    q_THD, k_THD, v_THD = qkv_THD.split([config.n_heads, config.n_kv_heads, config.n_kv_heads], dim=1)
+    backend.run(
+        q_THD, k_THD, v_THD, torch.empty(TRIED_ROWS, config.n_heads, config.head_dim, dtype=dtype, device=device)
+    )
+    torch.cuda.synchronize(device)

@@ -209,7 +209,7 @@ def _load_on_cuda(config: RunnerConfig, deployment: Deployment) -> tuple[KvRunne
             cache_mode=options.cache_mode,
             attention_backend=options.attention_backend,
             gpu_memory_utilization=options.gpu_memory_utilization,
-            graph_batch_sizes=deployment.graph_batch_sizes() if options.enable_cuda_graphs else (),
+            graph_batch_sizes=deployment.graph_batch_sizes(),
             measured_layer=deployment.measured_layer(),
         ),
     )

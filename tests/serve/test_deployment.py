@@ -41,3 +41,8 @@ def test_the_middle_layer_is_measured_but_never_the_last(num_layers: int, layer:
 def test_a_layer_is_measured_only_where_that_is_wanted() -> None:
     assert deployment(op_metrics_layer_id=1).measured_layer() is None
     assert deployment(op_metrics_layer_id=1, enable_operation_metrics=True).measured_layer() == 1
+
+
+def test_nothing_is_captured_where_steps_compute_whole_canvases() -> None:
+    assert deployment(cache_mode="none").graph_batch_sizes() == ()
+    assert deployment(enable_cuda_graphs=False).graph_batch_sizes() == ()
