@@ -77,6 +77,62 @@ class DeviceBatch:
     kv: KvPool
 
 
+@dataclass(frozen=True, slots=True)
+class PassViews:
+    """The parts of a workspace that a pass uses: the same in every layer, and made once."""
+
+    x_TE: Tensor
+    normed_TE: Tensor
+    qkv_TF: Tensor
+    qkv_TXD: Tensor
+    attended_TF: Tensor
+    gate_up_TM: Tensor
+    gated_TM: Tensor
+    short_q_RHD: Tensor
+    short_out_RF: Tensor
+    long_q_RHD: Tensor
+    long_k_RKD: Tensor
+    long_v_RKD: Tensor
+    long_out_RHD: Tensor
+
+    @staticmethod
+    def of(room: Workspace, shape: BatchShape, config: ModelConfig) -> PassViews:
+        num_rows, num_short_rows = shape.num_rows, shape.num_short_rows
+        qkv_TXD, attended_TF = room.qkv_TXD[:num_rows], room.attended_TF[:num_rows]
+        long_q_RHD, long_k_RKD, long_v_RKD = qkv_TXD[num_short_rows:].split(
+            [config.n_heads, config.n_kv_heads, config.n_kv_heads], dim=1
+        )
+        return PassViews(
+            x_TE=room.x_TE[:num_rows],
+            normed_TE=room.normed_TE[:num_rows],
+            qkv_TF=qkv_TXD.flatten(1),
+            qkv_TXD=qkv_TXD,
+            attended_TF=attended_TF,
+            gate_up_TM=room.gate_up_TM[:num_rows],
+            gated_TM=room.gated_TM[:num_rows],
+            short_q_RHD=qkv_TXD[:num_short_rows, : config.n_heads],
+            short_out_RF=attended_TF[:num_short_rows],
+            long_q_RHD=long_q_RHD,
+            long_k_RKD=long_k_RKD,
+            long_v_RKD=long_v_RKD,
+            long_out_RHD=attended_TF[num_short_rows:].unflatten(1, (config.n_heads, config.head_dim)),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class TurnedWeights:
+    """A layer's matrices as products take them, transposed; the same memory."""
+
+    qkv_EF: Tensor
+    attn_out_FE: Tensor
+    gate_up_EM: Tensor
+    mlp_out_ME: Tensor
+
+    @staticmethod
+    def of(layer: LayerWeights) -> TurnedWeights:
+        return TurnedWeights(layer.qkv_FE.t(), layer.attn_out_EF.t(), layer.gate_up_ME.t(), layer.mlp_out_EM.t())
+
+
 class CudaModel:
     """Weights, and room for one pass at a time on one device."""
 
@@ -85,6 +141,8 @@ class CudaModel:
         self.weights = weights
         self._config, self._refresh, self._sizes = config, refresh, sizes
         self._room = Workspace(config, sizes, weights.embedding_VE)
+        self._lm_head_EV = weights.lm_head_VE.t()
+        self._turned = tuple(TurnedWeights.of(layer) for layer in weights.layers)
         self._attention = SpanAttention(config.n_heads, config.n_kv_heads, config.head_dim)
         self._tilings: dict[tuple[int, int], Tiling] = {}
         for rows in {sizes.short_rows, sizes.block_length}:
@@ -104,20 +162,32 @@ class CudaModel:
 
         The refresh attention has been planned for the long spans.
         """
-        room, weights, rows, num_rows = self._room, self.weights, batch.rows, shape.num_rows
-        x_TE = room.x_TE[:num_rows]
-        torch.index_select(weights.embedding_VE, 0, rows.token_ids_T[:num_rows], out=x_TE)
+        weights, rows, views = self.weights, batch.rows, PassViews.of(self._room, shape, self._config)
+        slots = SpanKeys(batch.slots_B[: shape.num_short], batch.pages_SN, batch.length_S, self._sizes.page_size)
+        torch.index_select(weights.embedding_VE, 0, rows.token_ids_T[: shape.num_rows], out=views.x_TE)
         for number, layer in enumerate(weights.layers[:-1]):
             marks.enter(number)
-            self._normalise(x_TE, layer.attn_norm_E, room.normed_TE)
+            turned, kv_2PKD = self._turned[number], batch.kv.layer(number)
+            self._normalise(views.x_TE, layer.attn_norm_E, views.normed_TE)
             marks.begin(Operation.QKV)
-            self._project_qkv(number, layer, batch, num_rows)
+            torch.mm(views.normed_TE, turned.qkv_EF, out=views.qkv_TF)
+            self._rotary.turn_and_store(views.qkv_TXD, layer.qkv_bias_F, rows.positions_T, rows.places_T, kv_2PKD)
             marks.end(Operation.QKV)
             marks.written(number)
             marks.begin(Operation.ATTENTION)
-            self._attend(shape, number, batch)
+            if shape.num_short:
+                tiling = self._tilings[shape.num_short, shape.short_rows]
+                self._attention.run(views.short_q_RHD, kv_2PKD, slots, tiling, views.short_out_RF)
+            if shape.long_lengths:
+                self._refresh.run(views.long_q_RHD, views.long_k_RKD, views.long_v_RKD, views.long_out_RHD)
             marks.end(Operation.ATTENTION)
-            self._finish_layer(x_TE, room.attended_TF[:num_rows], layer, room.normed_TE, marks)
+            views.x_TE.addmm_(views.attended_TF, turned.attn_out_FE)
+            marks.begin(Operation.MLP)
+            self._normalise(views.x_TE, layer.mlp_norm_E, views.normed_TE)
+            torch.mm(views.normed_TE, turned.gate_up_EM, out=views.gate_up_TM)
+            silu_times(views.gate_up_TM, views.gated_TM)
+            views.x_TE.addmm_(views.gated_TM, turned.mlp_out_ME)
+            marks.end(Operation.MLP)
         self._last_layer(shape, batch, marks)
 
     def hidden(self, num_rows: int) -> Tensor:
@@ -126,28 +196,7 @@ class CudaModel:
 
     def logits(self, x_RE: Tensor, out_RV: Tensor) -> None:
         """[R, E] -> [R, V] in the model's number format."""
-        torch.mm(x_RE, self.weights.lm_head_VE.t(), out=out_RV)
-
-    def _project_qkv(self, number: int, layer: LayerWeights, batch: DeviceBatch, num_rows: int) -> None:
-        rows, qkv_TXD = batch.rows, self._room.qkv_TXD[:num_rows]
-        torch.mm(self._room.normed_TE[:num_rows], layer.qkv_FE.t(), out=qkv_TXD.flatten(1))
-        self._rotary.turn_and_store(qkv_TXD, layer.qkv_bias_F, rows.positions_T, rows.places_T, batch.kv.layer(number))
-
-    def _attend(self, shape: BatchShape, number: int, batch: DeviceBatch) -> None:
-        config, room, num_short_rows = self._config, self._room, shape.num_short_rows
-        heads, key_end = config.n_heads, config.n_heads + config.n_kv_heads
-        if shape.num_short:
-            q_RHD = room.qkv_TXD[:num_short_rows, :heads]
-            self._attend_pages(q_RHD, shape.num_short, number, batch, room.attended_TF[:num_short_rows])
-        if shape.long_lengths:
-            qkv_TXD = room.qkv_TXD[num_short_rows : shape.num_rows]
-            out_THD = room.attended_TF[num_short_rows : shape.num_rows].unflatten(1, (heads, config.head_dim))
-            self._refresh.run(qkv_TXD[:, :heads], qkv_TXD[:, heads:key_end], qkv_TXD[:, key_end:], out_THD)
-
-    def _attend_pages(self, q_RHD: Tensor, num_spans: int, number: int, batch: DeviceBatch, out_RF: Tensor) -> None:
-        keys = SpanKeys(batch.slots_B[:num_spans], batch.pages_SN, batch.length_S, self._sizes.page_size)
-        tiling = self._tilings[num_spans, len(q_RHD) // num_spans]
-        self._attention.run(q_RHD, batch.kv.layer(number), keys, tiling, out_RF)
+        torch.mm(x_RE, self._lm_head_EV, out=out_RV)
 
     def _last_layer(self, shape: BatchShape, batch: DeviceBatch, marks: Marks) -> None:
         """All rows get keys and values; the rest is computed for the block rows alone."""
@@ -172,26 +221,20 @@ class CudaModel:
         torch.mm(normed_RE, layer.qkv_FE[:query_width].t(), out=q_RF)
         q_RHD = q_RF.unflatten(1, (config.n_heads, config.head_dim))
         self._rotary.turn_queries(q_RHD, bias_F, rows.block_positions_BL[:num_spans].flatten())
-        self._attend_pages(q_RHD, num_spans, number, batch, attended_RF)
-        self._finish_layer(x_RE, attended_RF, layer, normed_RE, NO_MARKS)
+        slots = SpanKeys(batch.slots_B[:num_spans], batch.pages_SN, batch.length_S, self._sizes.page_size)
+        tiling = self._tilings[num_spans, self._sizes.block_length]
+        self._attention.run(q_RHD, batch.kv.layer(number), slots, tiling, attended_RF)
+
+        turned, gate_up_RM, gated_RM = self._turned[number], room.gate_up_TM[:num_block_rows], room.gated_TM
+        x_RE.addmm_(attended_RF, turned.attn_out_FE)
+        self._normalise(x_RE, layer.mlp_norm_E, normed_RE)
+        torch.mm(normed_RE, turned.gate_up_EM, out=gate_up_RM)
+        silu_times(gate_up_RM, gated_RM[:num_block_rows])
+        x_RE.addmm_(gated_RM[:num_block_rows], turned.mlp_out_ME)
         self._normalise(x_RE, self.weights.final_norm_E, normed_RE)
 
-    def _finish_layer(
-        self, x_TE: Tensor, attended_TF: Tensor, layer: LayerWeights, normed_TE: Tensor, marks: Marks
-    ) -> None:
-        """Add attention output and MLP to the residual stream, in place."""
-        room, num_rows = self._room, len(x_TE)
-        gate_up_TM, gated_TM = room.gate_up_TM[:num_rows], room.gated_TM[:num_rows]
-        x_TE.addmm_(attended_TF, layer.attn_out_EF.t())
-        marks.begin(Operation.MLP)
-        self._normalise(x_TE, layer.mlp_norm_E, normed_TE)
-        torch.mm(normed_TE[:num_rows], layer.gate_up_ME.t(), out=gate_up_TM)
-        silu_times(gate_up_TM, gated_TM)
-        x_TE.addmm_(gated_TM, layer.mlp_out_EM.t())
-        marks.end(Operation.MLP)
-
     def _normalise(self, x_TE: Tensor, weight_E: Tensor, out_TE: Tensor) -> None:
-        rms_norm(x_TE, weight_E, self._config.rms_norm_eps, out_TE[: len(x_TE)])
+        rms_norm(x_TE, weight_E, self._config.rms_norm_eps, out_TE)
 
     def _launch_shape(self, num_spans: int, num_rows: int) -> LaunchShape:
         config = self._config
