@@ -5,6 +5,7 @@ ignore_eos. Latency counts from the intended send time. The floor is the time th
 needs at the best rates measured here before the server starts (benchmarks/floors.py).
     python benchmarks/serve.py [--model llada-8b] [--gpus 0] [--scenarios alone at-once open-loop] [--json FILE]
     python benchmarks/serve.py --scenarios soak --soak-qps 1.4 --soak-seconds 240
+    python benchmarks/serve.py --gpus 0,1 --set mode=hybrid prefill_gpus=0 hybrid_colocated_gpus=1 --scenarios at-once
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import json
 import subprocess
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -28,8 +29,9 @@ import torch
 from floors import Floors, Work, measure_floors
 
 from dbench.config import resolve
+from dbench.engine_options import HYBRID
 from dbench.environment import describe_environment
-from dbench.events import BatchExecuted
+from dbench.events import BatchExecuted, BlockFinished
 from dbench.load.target import GrpcTarget, LoadRequest, Outcome, SamplingParameters
 from dbench.options import COMMAND_SECTIONS, EngineOptions, ServiceOptions
 from dbench.resolve import resolve_serve
@@ -42,6 +44,7 @@ BLOCK_LENGTH = 32
 FLOOR_LAYERS = 8
 BEST_ROWS = 8192
 SAMPLE_S = 5.0
+KV_ELEMENT_SIZE = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,6 +148,21 @@ def idle_share(events: Sequence[BatchExecuted]) -> float:
     return idle / total if total else 0.0
 
 
+def transfers(blocks: Sequence[BlockFinished], canvases: Mapping[str, int], token_bytes: int) -> dict[str, Any]:
+    """What moving KV between workers took, and how much of it a refresh hid; empty where nothing moved."""
+    taken = hidden = num_bytes = 0.0
+    for block in blocks:
+        start_s, end_s, refreshed_s = block.kv_transfer_start_s, block.kv_transfer_end_s, block.refresh_end_s
+        if start_s is None or end_s is None or refreshed_s is None:
+            continue
+        took = max(0.0, end_s - start_s)
+        taken, num_bytes = taken + took, num_bytes + canvases[block.request_id] * token_bytes
+        hidden += took - max(0.0, end_s - max(start_s, refreshed_s))
+    if not taken:
+        return {}
+    return {"transfer_s": taken, "transfer_hidden_share": hidden / taken, "transfer_bytes_per_s": num_bytes / taken}
+
+
 class Memory:
     """Samples of what server and workers hold: host bytes, and bytes in use on the devices."""
 
@@ -195,8 +213,10 @@ class Bench:
         self.config = read_model_config(directory)
         self.shift = FAMILIES[self.config.family].logit_shift
         self.floors = floors_of(self.config, directory)
-        flags = {"model": arguments.model, "load_format": "random", "scheduler_port": 0, "gpus": arguments.gpus}
+        flags = {"model": arguments.model, "load_format": "random", "scheduler_port": 0}
         flags |= dict(option.split("=", 1) for option in arguments.set)
+        if flags.get("mode") != HYBRID:
+            flags["gpus"] = arguments.gpus
         resolved = resolve_serve(resolve(COMMAND_SECTIONS["serve"], flags, yaml_path=None, environment={}))
         engine, service = resolved.section(EngineOptions), resolved.section(ServiceOptions)
         log = Path(tempfile.mkdtemp()) / "server.log"
@@ -219,11 +239,18 @@ class Bench:
             watch = asyncio.create_task(memory.watch())
             timed = await send_all(target, some, due)
             watch.cancel()
-            events = [event async for event in target.export_events() if isinstance(event, BatchExecuted)]
+            events = [event async for event in target.export_events()]
         num_devices = len(self.arguments.gpus.split(","))
-        found = summary(name, timed, events, floor_of(some, per_step, self.floors, self.shift) / num_devices)
+        batches = [event for event in events if isinstance(event, BatchExecuted)]
+        found = summary(name, timed, batches, floor_of(some, per_step, self.floors, self.shift) / num_devices)
         offered = (count - 1) / due[-1] if due[-1] > 0 else None  # the gaps drawn, not the rate they were drawn for
         found |= {"tokens_per_step": per_step, "nominal_qps": qps, "offered_qps": offered}
+        canvases = {
+            t.outcome.request_id: len(request.prompt_token_ids) + request.gen_length
+            for t, request in zip(timed, some, strict=True)
+        }
+        blocks = [event for event in events if isinstance(event, BlockFinished)]
+        found |= transfers(blocks, canvases, self.config.kv_bytes_per_token(KV_ELEMENT_SIZE))
         if name == "soak":
             found |= memory.growth_after(60.0)
         return found
