@@ -110,9 +110,11 @@ class WorldWorker:
 class World:
     """Everything, from the scheduler's rig to the pages of its workers."""
 
-    def __init__(self, hybrid: Hybrid, script: FakeScript, *, overlap: bool, seed: int = 0) -> None:
+    def __init__(
+        self, hybrid: Hybrid, script: FakeScript, *, overlap: bool, seed: int = 0, retries: int = 1000
+    ) -> None:
         self.clock = ManualClock(100.0)
-        self.rig = Rig(given=rules(retries=1000), hybrid=hybrid, ready=False)
+        self.rig = Rig(given=rules(retries=retries), hybrid=hybrid, ready=False)
         self.rig.fleet.awaits_lost = True
         self.random = random.Random(seed)
         self.broken: set[int] = set()
