@@ -84,7 +84,7 @@ class Transfer:
             if link.broken:
                 self._forget_outgoing(key)
         if link.broken:
-            self._tell(KvFailed(key, link.broken))
+            self._tell(KvFailed(key, link.broken, was_broken=True))
 
     # ---- for the runner ----
 
@@ -126,7 +126,7 @@ class Transfer:
                 self._receiving[epoch].start()
             reason = self._receiving[epoch].broken
         if reason and self._forget_incoming(key):
-            self._tell(KvFailed(key, reason))
+            self._tell(KvFailed(key, reason, was_broken=True))
 
     def drop(self, key: BlockKey) -> None:
         self._forget_incoming(key)

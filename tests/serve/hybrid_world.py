@@ -75,7 +75,7 @@ class Wire:
         self.expected[key] = (sender_id, epoch, pages)
         if epoch in self.world.broken:
             del self.expected[key]
-            self.world.tell(self.worker_id, KvFailed(key, "the link is broken"))
+            self.world.tell(self.worker_id, KvFailed(key, "the link is broken", was_broken=True))
 
     def drop(self, key: BlockKey) -> None:
         self.expected.pop(key, None)
@@ -309,8 +309,8 @@ class World:
                 engine.arrive(key, refreshed, at_s)
             case KvSent(key):
                 engine.hand_over(key)
-            case KvFailed(key, reason):
-                engine.transfer_failed(key, reason)
+            case KvFailed():
+                engine.transfer_failed(item)
             case _:
                 raise AssertionError(f"{item} has no place here")
 

@@ -224,7 +224,7 @@ def test_a_sender_that_goes_away_ends_what_was_to_come_from_it(address: str) -> 
     assert failed.key == KEY
     assert failed.reason.startswith("KV transfer from worker 0: ")
     receiver.transfer.expect(OTHER, 0, epoch, (4,))
-    assert receiver.next() == KvFailed(OTHER, failed.reason)
+    assert receiver.next() == KvFailed(OTHER, failed.reason, was_broken=True)
 
 
 def test_a_silent_peer_is_an_end_too(address: str) -> None:
@@ -280,10 +280,12 @@ def test_a_sender_that_never_comes_ends_what_was_to_come_from_it(address: str) -
 
 def test_a_block_that_is_to_go_over_a_broken_link_fails_at_once(address: str) -> None:
     sender, epoch = End(0, address, SHORT_S, 0), next(EPOCHS)
-    for key in (KEY, OTHER):
+    for key, was_broken in ((KEY, False), (OTHER, True)):
         sender.transfer.announce(key)
         sender.transfer.send(key, 1, epoch)
-        assert isinstance(sender.next(), KvFailed)
+        failed = sender.next()
+        assert isinstance(failed, KvFailed)
+        assert failed.was_broken is was_broken
     sender.transfer.close()
 
 
@@ -331,7 +333,7 @@ def test_a_sender_that_dies_or_stops_in_the_middle_of_a_layer_is_an_end(address:
         assert isinstance(failed, KvFailed)
         assert failed.key == KEY
         receiver.transfer.expect(OTHER, 0, epoch, (4,))
-        assert receiver.next() == KvFailed(OTHER, failed.reason)
+        assert receiver.next() == KvFailed(OTHER, failed.reason, was_broken=True)
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
