@@ -122,6 +122,8 @@ class Transfer:
             self._incoming[key] = _Incoming(pages, epoch)
         with self._lock:
             if epoch not in self._receiving:
+                for older in self._receiving.values():
+                    older.is_replaced = older.is_replaced or older.sender_id == sender_id
                 self._receiving[epoch] = ReceivingLink(self, sender_id, epoch)
                 self._receiving[epoch].start()
             reason = self._receiving[epoch].broken

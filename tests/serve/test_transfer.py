@@ -272,6 +272,19 @@ def test_a_receiver_that_expects_nothing_waits_for_its_sender_as_long_as_it_take
     sender.transfer.close()
 
 
+def test_nobody_waits_for_a_sender_that_has_a_newer_link(address: str) -> None:
+    receiver, sender_id = End(1, address, LONG_S, 1), 7
+    for _ in range(2):
+        receiver.transfer.expect(KEY, sender_id, next(EPOCHS), (3,))
+        receiver.transfer.drop(KEY)
+    late_s = time.monotonic() + STOPPED_S
+    while (waiting := [t.name for t in threading.enumerate()].count(f"kv-from-{sender_id}")) > 1:
+        assert time.monotonic() < late_s, f"{waiting} links wait for one sender"
+        time.sleep(0.01)
+    assert waiting == 1
+    receiver.transfer.close()
+
+
 def test_a_sender_that_never_comes_ends_what_was_to_come_from_it(address: str) -> None:
     receiver = End(1, address, SHORT_S, 1)
     receiver.transfer.expect(KEY, 0, next(EPOCHS), (3,))
