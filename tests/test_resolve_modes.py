@@ -128,6 +128,15 @@ def test_workers_meet_on_loopback_unless_allowed() -> None:
     assert hybrid(master_addr="0.0.0.0", allow_insecure_bind=True).section(ServiceOptions).master_addr == "0.0.0.0"
 
 
+@pytest.mark.parametrize("master_addr", ["localhost", "127.0.0.1", "0.0.0.0"])
+def test_workers_of_other_hosts_must_reach_the_meeting(master_addr: str) -> None:
+    open_to_others = {"host": "0.0.0.0", "allow_insecure_bind": True, "worker_key": "sesame"}
+    with pytest.raises(OptionError, match=f"--master-addr: got '{master_addr}', wanted the address at which"):
+        hybrid(master_addr=master_addr, **open_to_others)
+    hybrid(master_addr=master_addr, **{**open_to_others, "worker_key": None})
+    hybrid(master_addr=master_addr, **{**open_to_others, "host": "127.0.0.1"})
+
+
 def test_every_option_of_one_mode_names_a_mode() -> None:
     modes = {option.spec.mode for kind in (EngineOptions, ServiceOptions) for option in options_of(kind)}
     assert modes == {"", *MODES}

@@ -41,6 +41,9 @@ def meeting_fault(service: ServiceOptions) -> AddressFault | None:
         return AddressFault(
             "master_addr", repr(host), "a loopback address such as 127.0.0.1, or --allow-insecure-bind for any other"
         )
+    if service.worker_key is not None and not is_loopback(service.host) and not _is_reachable(host):
+        wanted = "the address at which the workers of other hosts that may join reach this machine"
+        return AddressFault("master_addr", repr(host), wanted)
     if port and port == service.scheduler_port:
         return AddressFault(
             "master_port", f"{port}, which is scheduler_port too", "another port, or 0 for any free one"
@@ -80,6 +83,14 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
+
+
+def _is_reachable(host: str) -> bool:
+    """Whether another host that dials this address may get here; at loopback and 0.0.0.0 it finds itself."""
+    try:
+        return not (is_loopback(host) or ipaddress.ip_address(host).is_unspecified)
+    except ValueError:
+        return not is_loopback(host)
 
 
 def join_host_port(host: str, port: int) -> str:

@@ -23,7 +23,7 @@ from dbench.serve.pages import PagePool
 from dbench.serve.policy import QUEUE_ORDERS, SPANS, Room, TokenBudget, admit, choose, num_that_may_join
 from dbench.serve.runner import Phase, Runner, Span, StepResult
 from dbench.serve.sequence import BlockEnd, BlockKey, BlockOutcome, BlockTask, Fault, Refreshed
-from dbench.serve.transit import KvTransfer, Transit
+from dbench.serve.transit import KvFailed, KvTransfer, Transit
 
 logger = logging.getLogger(__name__)
 
@@ -127,10 +127,11 @@ class Engine:
             self._handed_over.append(key)
         self._note_state()
 
-    def transfer_failed(self, key: BlockKey, reason: str) -> None:
+    def transfer_failed(self, failed: KvFailed) -> None:
         """The KV of a block cannot be sent, even if its refresh has yet to end, or does not come."""
-        error = f"block {key.block_index}: {reason}"
-        self._end_early(BlockEnd.without_steps(key, BlockOutcome.FAILED, error, Fault.TRANSFER))
+        error = f"block {failed.key.block_index}: {failed.reason}"
+        fault = Fault.LINK if failed.was_broken else Fault.TRANSFER
+        self._end_early(BlockEnd.without_steps(failed.key, BlockOutcome.FAILED, error, fault))
 
     def step(self) -> StepReport | None:
         """One iteration of the driver; None when idle, after the pages were found complete, and when nothing can go on

@@ -190,10 +190,12 @@ class ReceivingLink:
 
     def __init__(self, owner: LinkOwner, sender_id: int, epoch: int) -> None:
         self._owner = owner
-        self._sender_id = sender_id
+        self.sender_id = sender_id
         self.epoch = epoch
         self.broken = ""
         """Why nothing comes any more; guarded by the lock of its owner."""
+        self.is_replaced = False
+        """The sender has a newer link: it does not come to this one any more."""
         self._num_layers: dict[BlockKey, int] = {}
         self.thread = threading.Thread(target=self._run, name=f"kv-from-{sender_id}", daemon=True)
 
@@ -209,17 +211,20 @@ class ReceivingLink:
                     self._take(channel, channel.receive())
             return
         except ChannelBroken as error:
-            reason = f"KV transfer from worker {self._sender_id}: {error}"
+            reason = f"KV transfer from worker {self.sender_id}: {error}"
         except Exception as error:  # as above
-            logger.exception("the link from worker %d has failed", self._sender_id)
-            reason = f"KV transfer from worker {self._sender_id}: {type(error).__name__}: {error}"
+            logger.exception("the link from worker %d has failed", self.sender_id)
+            reason = f"KV transfer from worker {self.sender_id}: {type(error).__name__}: {error}"
         logger.debug("%s", reason)
         owner.receiving_failed(self, reason)
 
     def _is_wanted(self) -> bool:
         if self._owner.is_closing:
             raise ChannelBroken("this worker ends")
-        return self._owner.expects(self.epoch)
+        is_wanted = self._owner.expects(self.epoch)
+        if self.is_replaced and not is_wanted:
+            raise ChannelBroken("a newer link has taken its place")
+        return is_wanted
 
     def _take(self, channel: Channel, header: dict[str, Any]) -> None:
         """Raises ValueError, KeyError or TypeError for a message that makes no sense."""

@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 import grpc
 
 from dbench import __version__
-from dbench.options import EngineOptions
+from dbench.options import HYBRID, EngineOptions
 from dbench.serve.hub import Hub, Link
 from dbench.serve.proto import dbench_pb2 as pb
 from dbench.serve.proto.dbench_pb2_grpc import WorkerLinkServicer
@@ -49,6 +49,15 @@ class WorkerTerms:
 
     def welcome(self, worker_id: int, kind: str) -> Welcome:
         return Welcome(worker_id, self.engine, self.model_fingerprint, kind, self.meeting_address)
+
+    def device_fault(self, device: str) -> str:
+        """Why a worker with this device cannot work here, in words; empty if it can."""
+        own = "cpu" if (self.engine.prefill_gpus or "").startswith("cpu") else "cuda"
+        if self.engine.mode != HYBRID or device.startswith(own):
+            return ""
+        return (
+            f"in hybrid mode KV goes from CPU to CPU or from GPU to GPU: got {device}, the prefill workers have {own}"
+        )
 
 
 class WorkerLinkService(WorkerLinkServicer):
@@ -114,6 +123,8 @@ class WorkerLinkService(WorkerLinkServicer):
             if not self._hub.is_expected(hello.worker_id):
                 await context.abort(grpc.StatusCode.FAILED_PRECONDITION, f"worker {hello.worker_id} is not expected")
             return hello
+        if fault := self._terms.device_fault(hello.device):
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, fault)
         if self._hub.is_draining:
             await context.abort(grpc.StatusCode.UNAVAILABLE, "the server is draining and takes no workers")
         return self._hub.join(hello)

@@ -166,6 +166,8 @@ def read_fast_pairs(text: str) -> FastPairs:
 
 
 def link_id(device: str, worker_id: int) -> str:
-    """What fast pairs call the device of a worker: the number of a GPU; on a CPU the worker's own."""
-    number = device.rpartition(":")[2]
-    return number if number.isdecimal() and not device.startswith("cpu") else str(worker_id)
+    """What fast pairs call the device of a worker: the number of a GPU; on a CPU the worker's own.
+
+    A GPU of another host ('cuda:3 on name') goes by no number: pairs name devices of the server's host.
+    """
+    return str(worker_id) if device.startswith("cpu") else device.rpartition(":")[2]

@@ -229,7 +229,7 @@ class Scheduler:
             self._emit(finished)
             if partner is not None and end.key in partner.assignments:
                 partner.assignments[end.key].is_reported = True
-        if end.fault is Fault.TRANSFER:
+        if end.fault.ends_link:
             self.fleet.links.end(assignment.epoch)
         if tracked is None:
             return
@@ -242,7 +242,7 @@ class Scheduler:
         elif problem.fault is Fault.OWN:
             self._finish(tracked, Status.ERROR, problem.text, now_s)
         else:
-            culprit = partner if partner is not None and problem.fault is Fault.TRANSFER else worker
+            culprit = partner if partner is not None and problem.fault.ends_link else worker
             self._retry(tracked, culprit.worker_id, problem, now_s)
 
     def _lose_block(self, worker: Worker, end: BlockEnd, now_s: float) -> None:

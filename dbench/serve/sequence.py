@@ -230,8 +230,15 @@ class Fault(StrEnum):
     """The worker's: it was lost, or did not do what it was told."""
     TRANSFER = "transfer"
     """That of the worker at the other end of a KV transfer, or of the link to it."""
+    LINK = "link"
+    """That of a link which had broken before the block was to go over it."""
     NOBODY = "nobody"
     """Its worker was drained and handed it back."""
+
+    @property
+    def ends_link(self) -> bool:
+        """Nothing more goes over the link between the block's two workers."""
+        return self in (Fault.TRANSFER, Fault.LINK)
 
 
 @dataclass(frozen=True, slots=True)

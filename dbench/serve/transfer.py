@@ -84,7 +84,7 @@ class Transfer:
             if link.broken:
                 self._forget_outgoing(key)
         if link.broken:
-            self._tell(KvFailed(key, link.broken))
+            self._tell(KvFailed(key, link.broken, was_broken=True))
 
     # ---- for the runner ----
 
@@ -122,11 +122,13 @@ class Transfer:
             self._incoming[key] = _Incoming(pages, epoch)
         with self._lock:
             if epoch not in self._receiving:
+                for older in self._receiving.values():
+                    older.is_replaced = older.is_replaced or older.sender_id == sender_id
                 self._receiving[epoch] = ReceivingLink(self, sender_id, epoch)
                 self._receiving[epoch].start()
             reason = self._receiving[epoch].broken
         if reason and self._forget_incoming(key):
-            self._tell(KvFailed(key, reason))
+            self._tell(KvFailed(key, reason, was_broken=True))
 
     def drop(self, key: BlockKey) -> None:
         self._forget_incoming(key)

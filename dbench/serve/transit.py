@@ -59,6 +59,8 @@ class KvFailed:
 
     key: BlockKey
     reason: str
+    was_broken: bool = False
+    """Its link had broken before it was to go over it."""
 
 
 KvNews = KvSent | KvArrived | KvFailed

@@ -116,8 +116,8 @@ class WorkerLoop:
                     self._engine.arrive(key, refreshed, at_s)
                 case KvSent(key):
                     self._engine.hand_over(key)
-                case KvFailed(key, reason):
-                    self._engine.transfer_failed(key, reason)
+                case KvFailed():
+                    self._engine.transfer_failed(command)
                 case Drain():
                     self._is_draining = True
                     self._drained_by_s = time.monotonic() + self._drain_timeout_s

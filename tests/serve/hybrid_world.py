@@ -75,7 +75,7 @@ class Wire:
         self.expected[key] = (sender_id, epoch, pages)
         if epoch in self.world.broken:
             del self.expected[key]
-            self.world.tell(self.worker_id, KvFailed(key, "the link is broken"))
+            self.world.tell(self.worker_id, KvFailed(key, "the link is broken", was_broken=True))
 
     def drop(self, key: BlockKey) -> None:
         self.expected.pop(key, None)
@@ -110,9 +110,11 @@ class WorldWorker:
 class World:
     """Everything, from the scheduler's rig to the pages of its workers."""
 
-    def __init__(self, hybrid: Hybrid, script: FakeScript, *, overlap: bool, seed: int = 0) -> None:
+    def __init__(
+        self, hybrid: Hybrid, script: FakeScript, *, overlap: bool, seed: int = 0, retries: int = 1000
+    ) -> None:
         self.clock = ManualClock(100.0)
-        self.rig = Rig(given=rules(retries=1000), hybrid=hybrid, ready=False)
+        self.rig = Rig(given=rules(retries=retries), hybrid=hybrid, ready=False)
         self.rig.fleet.awaits_lost = True
         self.random = random.Random(seed)
         self.broken: set[int] = set()
@@ -307,8 +309,8 @@ class World:
                 engine.arrive(key, refreshed, at_s)
             case KvSent(key):
                 engine.hand_over(key)
-            case KvFailed(key, reason):
-                engine.transfer_failed(key, reason)
+            case KvFailed():
+                engine.transfer_failed(item)
             case _:
                 raise AssertionError(f"{item} has no place here")
 

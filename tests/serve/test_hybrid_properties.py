@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -58,9 +58,12 @@ def setups(draw: st.DrawFn) -> Setup:
     return Setup(hybrid, draw(st.booleans()), draw(st.integers(0, 999)), tuple(submissions), eos_offsets)
 
 
+def script_of(setup: Setup) -> FakeScript:
+    return FakeScript(num_unmasked=one_to_four, eos_token_ids=(EOS,), eos_offsets=setup.eos_offsets, lag_s=0.1)
+
+
 def world_of(setup: Setup, hybrid: Hybrid) -> World:
-    script = FakeScript(num_unmasked=one_to_four, eos_token_ids=(EOS,), eos_offsets=setup.eos_offsets, lag_s=0.1)
-    return World(hybrid, script, overlap=setup.overlap, seed=setup.seed)
+    return World(hybrid, script_of(setup), overlap=setup.overlap, seed=setup.seed)
 
 
 def results(world: World, setup: Setup) -> list[tuple[int, ...]]:
@@ -125,3 +128,31 @@ def test_whatever_dies_or_breaks_every_request_ends_once_and_every_page_comes_ba
         if request.status.value == "COMPLETED":
             wanted = untroubled[number % len(setup.submissions)]
             assert request.poll_state(MASK_ID).generated_token_ids == wanted
+
+
+@settings(max_examples=120, deadline=None)
+@given(
+    setups(),
+    st.frozensets(st.sampled_from([f"r{n}" for n in range(8)]), max_size=2),
+    st.frozensets(st.integers(0, 25), max_size=3),
+    st.frozensets(st.integers(0, 25), max_size=3),
+)
+def test_requests_that_poison_their_batches_end_alone_and_all_others_complete(
+    setup: Setup, poisonous: frozenset[str], failing_launches: frozenset[int], failing_collects: frozenset[int]
+) -> None:
+    untroubled = results(world_of(setup, setup.hybrid), setup)
+    script = replace(
+        script_of(setup),
+        poisonous=poisonous,
+        failing_launches=failing_launches,
+        failing_collects=failing_collects,
+    )
+    # each of at most six workers has at most six failures that a block may meet alone
+    world = World(setup.hybrid, script, overlap=setup.overlap, seed=setup.seed, retries=36)
+    tracked = [world.submit(submission) for submission in setup.submissions]
+    world.settle()
+    world.check_rest()
+    for request, wanted in zip(tracked, untroubled, strict=True):
+        is_poisonous = request.request.request_id in poisonous
+        assert request.status.value == ("ERROR" if is_poisonous else "COMPLETED"), request.error
+        assert request.poll_state(MASK_ID).generated_token_ids == (() if is_poisonous else wanted)

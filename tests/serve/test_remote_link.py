@@ -75,6 +75,22 @@ def test_a_worker_with_a_wrong_key_or_version_is_refused_for_good(hello: Hello, 
     run(scenario())
 
 
+def test_a_hybrid_server_takes_only_workers_that_can_exchange_kv_with_its_own() -> None:
+    async def scenario() -> None:
+        hybrid = {"mode": "hybrid", "gpus": None, "prefill_gpus": "cpu", "hybrid_colocated_gpus": "cpu"}
+        async with server_with(**hybrid) as server:
+            answer = await first_answer(server.endpoint.local_address, replace(STRANGER, device="cuda:0"))
+            assert isinstance(answer, StreamEnded)
+            assert answer.is_refusal
+            assert "got cuda:0, the prefill workers have cpu" in answer.reason
+            assert isinstance(await first_answer(server.endpoint.local_address, STRANGER), Welcome)
+        async with server_with() as server:
+            answer = await first_answer(server.endpoint.local_address, replace(STRANGER, device="cuda:0"))
+            assert isinstance(answer, Welcome)
+
+    run(scenario())
+
+
 def test_a_server_without_a_worker_key_takes_nobody_from_elsewhere() -> None:
     async def scenario() -> None:
         async with ServerInThisProcess() as server:

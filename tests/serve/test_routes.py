@@ -122,3 +122,7 @@ def test_what_is_no_list_of_pairs_is_refused(text: str, reason: str) -> None:
 
 def test_a_gpu_goes_by_its_number_and_a_cpu_worker_by_its_own() -> None:
     assert [link_id("cuda:3", 0), link_id("5", 1), link_id("cpu", 2)] == ["3", "5", "2"]
+
+
+def test_a_gpu_of_another_host_is_in_no_pair() -> None:
+    assert not any(link_id("cuda:3 on far", worker_id).isdecimal() for worker_id in (0, 3))

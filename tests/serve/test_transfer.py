@@ -224,7 +224,7 @@ def test_a_sender_that_goes_away_ends_what_was_to_come_from_it(address: str) -> 
     assert failed.key == KEY
     assert failed.reason.startswith("KV transfer from worker 0: ")
     receiver.transfer.expect(OTHER, 0, epoch, (4,))
-    assert receiver.next() == KvFailed(OTHER, failed.reason)
+    assert receiver.next() == KvFailed(OTHER, failed.reason, was_broken=True)
 
 
 def test_a_silent_peer_is_an_end_too(address: str) -> None:
@@ -272,6 +272,19 @@ def test_a_receiver_that_expects_nothing_waits_for_its_sender_as_long_as_it_take
     sender.transfer.close()
 
 
+def test_nobody_waits_for_a_sender_that_has_a_newer_link(address: str) -> None:
+    receiver, sender_id = End(1, address, LONG_S, 1), 7
+    for _ in range(2):
+        receiver.transfer.expect(KEY, sender_id, next(EPOCHS), (3,))
+        receiver.transfer.drop(KEY)
+    late_s = time.monotonic() + STOPPED_S
+    while (waiting := [t.name for t in threading.enumerate()].count(f"kv-from-{sender_id}")) > 1:
+        assert time.monotonic() < late_s, f"{waiting} links wait for one sender"
+        time.sleep(0.01)
+    assert waiting == 1
+    receiver.transfer.close()
+
+
 def test_a_sender_that_never_comes_ends_what_was_to_come_from_it(address: str) -> None:
     receiver = End(1, address, SHORT_S, 1)
     receiver.transfer.expect(KEY, 0, next(EPOCHS), (3,))
@@ -280,10 +293,12 @@ def test_a_sender_that_never_comes_ends_what_was_to_come_from_it(address: str) -
 
 def test_a_block_that_is_to_go_over_a_broken_link_fails_at_once(address: str) -> None:
     sender, epoch = End(0, address, SHORT_S, 0), next(EPOCHS)
-    for key in (KEY, OTHER):
+    for key, was_broken in ((KEY, False), (OTHER, True)):
         sender.transfer.announce(key)
         sender.transfer.send(key, 1, epoch)
-        assert isinstance(sender.next(), KvFailed)
+        failed = sender.next()
+        assert isinstance(failed, KvFailed)
+        assert failed.was_broken is was_broken
     sender.transfer.close()
 
 
@@ -331,7 +346,7 @@ def test_a_sender_that_dies_or_stops_in_the_middle_of_a_layer_is_an_end(address:
         assert isinstance(failed, KvFailed)
         assert failed.key == KEY
         receiver.transfer.expect(OTHER, 0, epoch, (4,))
-        assert receiver.next() == KvFailed(OTHER, failed.reason)
+        assert receiver.next() == KvFailed(OTHER, failed.reason, was_broken=True)
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
