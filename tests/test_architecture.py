@@ -87,6 +87,7 @@ LAYERS = {
     "dbench.serve.cuda_batch": 3,
     "dbench.serve.device_clock": 3,
     "dbench.serve.graphs": 3,
+    "dbench.serve.cuda_memory": 3,
     "dbench.serve.torch_runner": 4,
     "dbench.serve.channel": 4,
     "dbench.serve.cuda_runner": 4,

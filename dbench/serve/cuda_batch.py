@@ -50,6 +50,18 @@ def largest_shape(num_rows: int, num_spans: int, *, short_rows: int, longest_can
 
 
 @dataclass(frozen=True, slots=True)
+class PassSizes:
+    """The largest pass: what memory is reserved for."""
+
+    num_rows: int
+    num_spans: int
+    block_length: int
+    short_rows: int
+    longest_canvas: int
+    page_size: int
+
+
+@dataclass(frozen=True, slots=True)
 class Layout:
     """A launch in packed order: short spans, then padding, then long spans."""
 

@@ -14,11 +14,13 @@ import torch
 
 from dbench.errors import ModelError, OptionError, ServerStartError
 from dbench.serve.batch import SlotSizes, SlotTable
-from dbench.serve.cuda_model import CudaModel, PassSizes
+from dbench.serve.cuda_batch import PassSizes
+from dbench.serve.cuda_memory import DeviceMemory, PagesWanted, gib, pages_that_fit
+from dbench.serve.cuda_model import CudaModel
 from dbench.serve.cuda_runner import CudaRunner, DecodingFacts, LogitRoom
 from dbench.serve.families import FAMILIES, ModelConfig, read_model_config
 from dbench.serve.kv import KvPool
-from dbench.serve.refresh_attention import REFRESH_BACKENDS, flashinfer_fault
+from dbench.serve.refresh_attention import REFRESH_BACKENDS, choose_backend
 from dbench.serve.torch_runner import DTYPES, RunnerConfig
 from dbench.serve.weights import WeightSource, load_weights
 
@@ -90,40 +92,11 @@ def _reserve(
     refresh = REFRESH_BACKENDS[backend](model_config, dtype, device)
     model = CudaModel(model_config, weights, refresh, sizes)
     runner = CudaRunner(model, refresh, slots, LogitRoom(facts, sizes, dtype, device), sizes, facts)
-    num_pages = config.num_pages or pages_that_fit(model_config, config, settings)
+    num_pages = config.num_pages or pages_that_fit(
+        _memory(config, settings), _pages_wanted(model_config, config, settings)
+    )
     runner.take_pages(KvPool(model_config, num_pages=num_pages, page_size=config.page_size, like=weights.embedding_VE))
     return runner
-
-
-def choose_backend(wanted: str, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> str:
-    """The attention of refreshes, said in the log. Raises OptionError where FlashInfer is wanted and cannot serve."""
-    fault = flashinfer_fault(config, dtype, device)
-    if wanted == "flashinfer" and fault:
-        raise OptionError(f"--attention-backend flashinfer: {fault}; take sdpa, or auto")
-    if wanted != "auto":
-        logger.info("attention of refreshes: %s, as asked", wanted)
-        return wanted
-    backend = "sdpa" if fault else "flashinfer"
-    logger.info("attention of refreshes: %s%s", backend, f", because {fault}" if fault else "")
-    return backend
-
-
-def pages_that_fit(model: ModelConfig, config: RunnerConfig, settings: CudaSettings) -> int:
-    """Pages in what is free now of the device's share, less the reserve. Raises OptionError for less than a canvas."""
-    free, total = torch.cuda.mem_get_info()
-    share = int(total * settings.gpu_memory_utilization)
-    available = share - (total - free) - RESERVE_BYTES
-    page_bytes = model.kv_bytes_per_token(DTYPES[config.dtype].itemsize) * config.page_size
-    num_pages = min(available // page_bytes - 1, config.num_slots * -(-settings.max_model_len // config.page_size))
-    needed = -(-settings.max_model_len // config.page_size)
-    if num_pages < needed:
-        raise OptionError(
-            f"{config.device}: {_gib(max(0, available))} are left for KV of the {_gib(share)} that "
-            f"--gpu-memory-utilization {settings.gpu_memory_utilization:g} allows, one canvas of max_model_len "
-            f"{settings.max_model_len} needs {_gib(needed * page_bytes)}; lower --max-model-len, --max-batch-size or "
-            "--max-tokens-per-iteration, or free the device"
-        )
-    return num_pages
 
 
 def _prepare(runner: CudaRunner, settings: CudaSettings, device: torch.device) -> None:
@@ -140,12 +113,22 @@ def _prepare(runner: CudaRunner, settings: CudaSettings, device: torch.device) -
     torch.cuda.synchronize(device)
     free_after, _ = torch.cuda.mem_get_info(device)
     taken = free_before - free_after
-    logger.info("%d KV pages; graphs and libraries took %s", runner.num_pages, _gib(taken))
+    logger.info("%d KV pages; graphs and libraries took %s", runner.num_pages, gib(taken))
     if taken > RESERVE_BYTES:
         raise ServerStartError(
-            f"{device}: the first passes, graphs and libraries took {_gib(taken)}, more than the "
-            f"{_gib(RESERVE_BYTES)} kept for them; give fewer --cuda-graph-batch-sizes, or a shorter --max-model-len"
+            f"{device}: the first passes, graphs and libraries took {gib(taken)}, more than the "
+            f"{gib(RESERVE_BYTES)} kept for them; give fewer --cuda-graph-batch-sizes, or a shorter --max-model-len"
         )
+
+
+def _memory(config: RunnerConfig, settings: CudaSettings) -> DeviceMemory:
+    free, total = torch.cuda.mem_get_info()
+    return DeviceMemory(config.device, free, total, settings.gpu_memory_utilization, RESERVE_BYTES)
+
+
+def _pages_wanted(model: ModelConfig, config: RunnerConfig, settings: CudaSettings) -> PagesWanted:
+    page_bytes = model.kv_bytes_per_token(DTYPES[config.dtype].itemsize) * config.page_size
+    return PagesWanted(page_bytes, config.page_size, settings.max_model_len, config.num_slots)
 
 
 def _pass_sizes(model: ModelConfig, config: RunnerConfig, settings: CudaSettings) -> PassSizes:
@@ -167,7 +150,3 @@ def _check_shapes(model: ModelConfig) -> None:
         raise ModelError(
             f"a head dim of {model.head_dim}: the CUDA kernels want a power of two from 16 on; serve it with --gpus cpu"
         )
-
-
-def _gib(num_bytes: int) -> str:
-    return f"{num_bytes / 2**30:.2f} GiB"

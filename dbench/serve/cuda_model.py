@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dbench.serve.cuda_batch import BatchShape
+from dbench.serve.cuda_batch import BatchShape, PassSizes
 from dbench.serve.families import ModelConfig
 from dbench.serve.kernels.attention import (
     LaunchShape,
@@ -32,18 +32,6 @@ from dbench.serve.op_marks import NO_MARKS, Marks
 from dbench.serve.refresh_attention import RefreshAttention
 from dbench.serve.runner import Operation
 from dbench.serve.weights import LayerWeights, Weights
-
-
-@dataclass(frozen=True, slots=True)
-class PassSizes:
-    """The largest pass: what memory is reserved for."""
-
-    num_rows: int
-    num_spans: int
-    block_length: int
-    short_rows: int
-    longest_canvas: int
-    page_size: int
 
 
 class Workspace:

@@ -20,8 +20,8 @@ import torch
 from numpy.typing import NDArray
 
 from dbench.serve.batch import SlotTable
-from dbench.serve.cuda_batch import NOTHING_WRITTEN, BatchShape, Layout, largest_shape, lay_out
-from dbench.serve.cuda_model import CudaModel, DeviceBatch, PassSizes
+from dbench.serve.cuda_batch import NOTHING_WRITTEN, BatchShape, Layout, PassSizes, largest_shape, lay_out
+from dbench.serve.cuda_model import CudaModel, DeviceBatch
 from dbench.serve.device_clock import DeviceClock, device_lost_if_it_fails
 from dbench.serve.graphs import DecodeGraphs
 from dbench.serve.kernels.layout import (

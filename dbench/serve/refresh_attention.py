@@ -6,6 +6,7 @@ sees every row of its own span. A table of backends; each is planned once per ba
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from typing import Any, Protocol
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from dbench.errors import one_line
+from dbench.errors import OptionError, one_line
 from dbench.serve.families import ModelConfig
 
 WORKSPACE_BYTES = 128 << 20
@@ -24,6 +25,8 @@ MAX_REASON = 200
 """Characters of a foreign error that are shown."""
 NUM_PLANS = 2
 """A plan is copied to the device from a pinned buffer of its own while the batch before may still be copying its."""
+
+logger = logging.getLogger(__name__)
 
 
 class RefreshAttention(Protocol):
@@ -103,6 +106,19 @@ REFRESH_BACKENDS: dict[str, Callable[[ModelConfig, torch.dtype, torch.device], R
 """attention_backend -> its maker."""
 
 
+def choose_backend(wanted: str, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> str:
+    """The attention of refreshes, said in the log. Raises OptionError where FlashInfer is wanted and cannot serve."""
+    if wanted == "sdpa":
+        logger.info("attention of refreshes: sdpa, as asked")
+        return wanted
+    fault = flashinfer_fault(config, dtype, device)
+    if wanted == "flashinfer" and fault:
+        raise OptionError(f"--attention-backend flashinfer: {fault}; take sdpa, or auto")
+    backend = "sdpa" if fault else "flashinfer"
+    logger.info("attention of refreshes: %s%s", backend, f", because {fault}" if fault else "")
+    return backend
+
+
 def flashinfer_fault(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> str:
     """Why FlashInfer cannot serve this model here; empty if it can."""
     if find_spec("flashinfer") is None:
@@ -115,13 +131,13 @@ def flashinfer_fault(config: ModelConfig, dtype: torch.dtype, device: torch.devi
     if capability < (8, 0):
         return f"flashinfer needs compute capability 8.0, this device has {capability[0]}.{capability[1]}"
     try:
-        _try_flashinfer(config, dtype, device)
+        try_flashinfer(config, dtype, device)
     except Exception as error:  # foreign code that compiles itself: whatever it lacks, sdpa does without
         return f"flashinfer does not run here: {one_line(error)[:MAX_REASON]}"
     return ""
 
 
-def _try_flashinfer(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
+def try_flashinfer(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
     """Plan and run a few rows, which compiles the kernels where that has not been done."""
     backend = FlashInferRagged(config, dtype, device)
     backend.plan([TRIED_ROWS])

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from dbench.serve.attention import ATTENTION_BACKENDS
 from dbench.serve.batch import SlotSizes, SlotTable, pack
-from dbench.serve.cuda_batch import BatchShape, lay_out
-from dbench.serve.cuda_model import CudaModel, DeviceBatch, PassSizes
+from dbench.serve.cuda_batch import BatchShape, PassSizes, lay_out
+from dbench.serve.cuda_model import CudaModel, DeviceBatch
 from dbench.serve.families import FAMILIES, ModelConfig
 from dbench.serve.kernels.layout import (
     SlotPlaces,

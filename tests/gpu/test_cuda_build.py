@@ -30,7 +30,7 @@ def test_a_device_too_small_for_the_weights_is_one_line(monkeypatch: pytest.Monk
         page_size=16, num_slots=4, block_length=32, mask_token_id=1, num_threads=1,
     )  # fmt: skip
     settings = CudaSettings(
-        max_model_len=1024, max_tokens_per_iteration=512, cache_mode="exact", attention_backend="auto",
+        max_model_len=1024, max_tokens_per_iteration=512, cache_mode="exact", attention_backend="sdpa",
         gpu_memory_utilization=0.9, graph_batch_sizes=(), measured_layer=None,
     )  # fmt: skip
     with pytest.raises(OptionError, match=r"^cuda:0: not enough memory for the weights, a pass of 1664 rows"):

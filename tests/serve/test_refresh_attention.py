@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 
+from dbench.errors import OptionError
 from dbench.models import size_directory
 from dbench.serve import refresh_attention
 from dbench.serve.families import ModelConfig, read_model_config
-from dbench.serve.refresh_attention import SdpaRagged, flashinfer_fault
+from dbench.serve.refresh_attention import SdpaRagged, choose_backend, flashinfer_fault
 
 CPU = torch.device("cpu")
 
@@ -68,6 +70,34 @@ def test_what_keeps_flashinfer_from_serving(
 ) -> None:
     monkeypatch.setattr(refresh_attention, "find_spec", lambda _: object() if is_installed else None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    monkeypatch.setattr(refresh_attention, "try_flashinfer", lambda *_: None)
     found = flashinfer_fault(model(2, 2, head_dim), dtype, torch.device("cuda", 0))
     assert fault in found
     assert bool(found) == bool(fault)
+
+
+@pytest.fixture
+def broken_flashinfer(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_compiler(*_: object) -> None:
+        raise RuntimeError("ninja failed:\nnvcc: not found")
+
+    monkeypatch.setattr(refresh_attention, "find_spec", lambda _: object())
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    monkeypatch.setattr(refresh_attention, "try_flashinfer", no_compiler)
+
+
+@pytest.mark.usefixtures("broken_flashinfer")
+def test_a_flashinfer_that_does_not_run_gives_way_to_sdpa_unless_it_was_asked_for(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    given = (model(2, 2, 128), torch.bfloat16, torch.device("cuda", 0))
+    with caplog.at_level(logging.INFO):
+        assert choose_backend("auto", *given) == "sdpa"
+    assert "sdpa, because flashinfer does not run here: ninja failed: nvcc: not found" in caplog.text
+    with pytest.raises(OptionError, match=r"^--attention-backend flashinfer: flashinfer does not run here"):
+        choose_backend("flashinfer", *given)
+
+
+@pytest.mark.usefixtures("broken_flashinfer")
+def test_sdpa_is_not_questioned() -> None:
+    assert choose_backend("sdpa", model(2, 2, 128), torch.bfloat16, torch.device("cuda", 0)) == "sdpa"
