@@ -220,9 +220,14 @@ def _stage(progress: Progress) -> object:
 
 
 def _errors_of(progress: Progress) -> tuple[str, ...]:
-    if isinstance(progress, SearchProgress):
-        return progress.running.recent_errors if progress.running else ()
-    return progress.recent_errors
+    """Those that nobody has told yet: a server's are lines of its own log."""
+    match progress:
+        case ServeProgress():
+            return ()
+        case RunProgress():
+            return progress.recent_errors
+        case SearchProgress():
+            return progress.running.recent_errors if progress.running else ()
 
 
 def _added(before: tuple[str, ...], after: tuple[str, ...]) -> tuple[str, ...]:
