@@ -305,3 +305,10 @@ def test_sizes_stay_readable(module: str) -> None:
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             assert (node.end_lineno or 0) - node.lineno < MAX_FUNCTION_LINES, f"{module}.{node.name}"
+
+
+@pytest.mark.parametrize("folder", ["tests", "tools", "benchmarks"])
+def test_files_beside_the_package_stay_readable(folder: str) -> None:
+    lengths = {path: path.read_text(encoding="utf-8").count("\n") for path in (ROOT / folder).rglob("*.py")}
+    assert lengths
+    assert not [str(path) for path, length in lengths.items() if length > MAX_FILE_LINES]

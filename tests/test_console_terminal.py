@@ -298,21 +298,6 @@ def test_plain_says_every_error_once() -> None:
     assert plain.due(0.3 + 2 * ERROR_INTERVAL_S, run(recent_errors=("two", "two"))) == ["error: two"]
 
 
-def test_errors_of_a_server_stand_in_its_log_and_are_not_said_twice() -> None:
-    assert not any("error" in line for line in Plain().due(0.0, serve(recent_errors=("one",))))
-
-
-def test_plain_counts_the_errors_of_a_storm() -> None:
-    lines = Plain().due(0.0, run(recent_errors=tuple(f"e{n}" for n in range(10))))
-    assert lines[:4] == ["error: e7", "error: e8", "error: e9", "error: and 7 more before these"]
-
-
-def test_plain_cuts_a_long_error() -> None:
-    (line, _) = Plain().due(0.0, run(recent_errors=("x" * 1000,)))
-    assert line.endswith("x...")
-    assert len(line) < 320
-
-
 def test_plain_says_each_trial_when_it_ends() -> None:
     plain = Plain()
     first = plain.due(0.0, search(trials=(trial(1, 2.0, Verdict.RUNNING),), highest_pass=None, lowest_fail=None))
