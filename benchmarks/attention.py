@@ -10,11 +10,11 @@ import argparse
 import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
+from floors import copy_bandwidth, seconds_of
 from torch import Tensor
 
 from dbench.serve.kernels.attention import SpanAttention, SpanKeys, Tiling
@@ -79,26 +79,6 @@ def workload(shape: Shape, num_spans: int, num_keys: int) -> Workload:
         torch.full((num_spans,), num_keys, dtype=torch.int64, device=device),
         torch.arange(num_spans, dtype=torch.int32, device=device),
     )
-
-
-def copy_bandwidth() -> float:
-    source = torch.empty(2**31, dtype=torch.uint8, device="cuda").random_()
-    target = torch.empty_like(source)
-    return 2 * source.numel() / seconds_of(lambda: target.copy_(source), 10)
-
-
-def seconds_of(step: Callable[[], object], repeats: int = 20) -> float:
-    """Median time of one call on the device."""
-    for _ in range(3):
-        step()
-    events = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
-    events[0].record()
-    for event in events[1:]:
-        step()
-        event.record()
-    torch.cuda.synchronize()
-    times: list[float] = sorted(a.elapsed_time(b) for a, b in pairwise(events))
-    return times[len(times) // 2] / 1e3
 
 
 def seconds_in_graph(layer: Callable[[int], None]) -> float:

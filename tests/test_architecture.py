@@ -69,6 +69,7 @@ LAYERS = {
     "dbench.serve.engine_log": 2,
     "dbench.serve.engine_state": 2,
     "dbench.serve.fake_runner": 2,
+    "dbench.serve.warm_up": 2,
     "dbench.serve.batch": 3,
     "dbench.serve.kv": 3,
     "dbench.serve.attention": 3,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -22,6 +23,7 @@ from dbench.serve.families import FAMILIES, ModelConfig, read_model_config
 from dbench.serve.kv import KvPool
 from dbench.serve.refresh_attention import REFRESH_BACKENDS, choose_backend
 from dbench.serve.torch_runner import DTYPES, RunnerConfig
+from dbench.serve.warm_up import warm_up
 from dbench.serve.weights import WeightSource, load_weights
 
 logger = logging.getLogger(__name__)
@@ -55,7 +57,7 @@ def build_cuda_runner(config: RunnerConfig, settings: CudaSettings) -> CudaRunne
     sizes = _pass_sizes(model_config, config, settings)
     try:
         runner = _reserve(model_config, config, settings, sizes, device)
-        _prepare(runner, settings, device)
+        _prepare(runner, settings, sizes, device)
     except torch.OutOfMemoryError as error:
         raise OptionError(
             f"{config.device}: not enough memory for the weights, a pass of {sizes.num_rows} rows and the KV pages; "
@@ -76,7 +78,6 @@ def _reserve(
         n_layers=model_config.n_layers,
         vocab_size=model_config.vocab_size,
         logit_shift=FAMILIES[model_config.family].logit_shift,
-        mask_token_id=config.mask_token_id,
         eos_token_ids=model_config.eos_token_ids,
     )
     slots = SlotTable(
@@ -99,17 +100,24 @@ def _reserve(
     return runner
 
 
-def _prepare(runner: CudaRunner, settings: CudaSettings, device: torch.device) -> None:
+def _prepare(runner: CudaRunner, settings: CudaSettings, sizes: PassSizes, device: torch.device) -> None:
     """Run and capture everything once. Raises ServerStartError where that takes more than the reserve."""
+    decode_a_token = partial(
+        warm_up,
+        runner,
+        block_length=sizes.block_length,
+        page_size=sizes.page_size,
+        logit_shift=sizes.short_rows - sizes.block_length,
+    )
     free_before, _ = torch.cuda.mem_get_info(device)
     runner.run_largest()
     runner.compile()
-    runner.warm_up()
+    decode_a_token()
     if settings.graph_batch_sizes:
         runner.capture(settings.graph_batch_sizes)
     if settings.measured_layer is not None:
         runner.measure_operations(settings.measured_layer, settings.graph_batch_sizes)
-    runner.warm_up()
+    decode_a_token()
     torch.cuda.synchronize(device)
     free_after, _ = torch.cuda.mem_get_info(device)
     taken = free_before - free_after

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from dbench.serve.batch import SlotTable
 from dbench.serve.cuda_batch import BatchShape, PassSizes
 from dbench.serve.families import ModelConfig
 from dbench.serve.kernels.attention import (
@@ -52,6 +53,18 @@ class Workspace:
         self.normed_RE = room(block_rows, config.d_model)
         self.q_RF = room(block_rows, config.n_heads * config.head_dim)
 
+    def rows(self, count: int) -> RowViews:
+        """The first packed rows."""
+        return self._views(self.x_TE[:count], self.normed_TE[:count])
+
+    def block_rows(self, count: int) -> RowViews:
+        """The first block rows; from attention on they use the memory of packed rows, which are done with it."""
+        return self._views(self.x_RE[:count], self.normed_RE[:count])
+
+    def _views(self, x: Tensor, normed: Tensor) -> RowViews:
+        count = len(x)
+        return RowViews(x, normed, self.attended_TF[:count], self.gate_up_TM[:count], self.gated_TM[:count])
+
 
 @dataclass(frozen=True, slots=True)
 class DeviceBatch:
@@ -60,22 +73,33 @@ class DeviceBatch:
     rows: RowBuffers
     slots_B: Tensor
     """int32, one per span and longer."""
-    pages_SN: Tensor
-    length_S: Tensor
+    slots: SlotTable
     kv: KvPool
+
+    def keys_of(self, num_spans: int) -> SpanKeys:
+        """What the first spans attend to."""
+        slots = self.slots
+        return SpanKeys(self.slots_B[:num_spans], slots.pages_SN, slots.length_S, slots.sizes.page_size)
+
+
+@dataclass(frozen=True, slots=True)
+class RowViews:
+    """Where some rows are, from the residual stream to the MLP."""
+
+    x_TE: Tensor
+    normed_TE: Tensor
+    attended_TF: Tensor
+    gate_up_TM: Tensor
+    gated_TM: Tensor
 
 
 @dataclass(frozen=True, slots=True)
 class PassViews:
     """The parts of a workspace that a pass uses: the same in every layer, and made once."""
 
-    x_TE: Tensor
-    normed_TE: Tensor
+    rows: RowViews
     qkv_TF: Tensor
     qkv_TXD: Tensor
-    attended_TF: Tensor
-    gate_up_TM: Tensor
-    gated_TM: Tensor
     short_q_RHD: Tensor
     short_out_RF: Tensor
     long_q_RHD: Tensor
@@ -86,24 +110,20 @@ class PassViews:
     @staticmethod
     def of(room: Workspace, shape: BatchShape, config: ModelConfig) -> PassViews:
         num_rows, num_short_rows = shape.num_rows, shape.num_short_rows
-        qkv_TXD, attended_TF = room.qkv_TXD[:num_rows], room.attended_TF[:num_rows]
+        rows, qkv_TXD = room.rows(num_rows), room.qkv_TXD[:num_rows]
         long_q_RHD, long_k_RKD, long_v_RKD = qkv_TXD[num_short_rows:].split(
             [config.n_heads, config.n_kv_heads, config.n_kv_heads], dim=1
         )
         return PassViews(
-            x_TE=room.x_TE[:num_rows],
-            normed_TE=room.normed_TE[:num_rows],
+            rows=rows,
             qkv_TF=qkv_TXD.flatten(1),
             qkv_TXD=qkv_TXD,
-            attended_TF=attended_TF,
-            gate_up_TM=room.gate_up_TM[:num_rows],
-            gated_TM=room.gated_TM[:num_rows],
             short_q_RHD=qkv_TXD[:num_short_rows, : config.n_heads],
-            short_out_RF=attended_TF[:num_short_rows],
+            short_out_RF=rows.attended_TF[:num_short_rows],
             long_q_RHD=long_q_RHD,
             long_k_RKD=long_k_RKD,
             long_v_RKD=long_v_RKD,
-            long_out_RHD=attended_TF[num_short_rows:].unflatten(1, (config.n_heads, config.head_dim)),
+            long_out_RHD=rows.attended_TF[num_short_rows:].unflatten(1, (config.n_heads, config.head_dim)),
         )
 
 
@@ -151,31 +171,25 @@ class CudaModel:
         The refresh attention has been planned for the long spans.
         """
         weights, rows, views = self.weights, batch.rows, PassViews.of(self._room, shape, self._config)
-        slots = SpanKeys(batch.slots_B[: shape.num_short], batch.pages_SN, batch.length_S, self._sizes.page_size)
-        torch.index_select(weights.embedding_VE, 0, rows.token_ids_T[: shape.num_rows], out=views.x_TE)
+        keys = batch.keys_of(shape.num_short)
+        torch.index_select(weights.embedding_VE, 0, rows.token_ids_T[: shape.num_rows], out=views.rows.x_TE)
         for number, layer in enumerate(weights.layers[:-1]):
             marks.enter(number)
-            turned, kv_2PKD = self._turned[number], batch.kv.layer(number)
-            self._normalise(views.x_TE, layer.attn_norm_E, views.normed_TE)
+            kv_2PKD = batch.kv.layer(number)
+            self._normalise(views.rows.x_TE, layer.attn_norm_E, views.rows.normed_TE)
             marks.begin(Operation.QKV)
-            torch.mm(views.normed_TE, turned.qkv_EF, out=views.qkv_TF)
+            torch.mm(views.rows.normed_TE, self._turned[number].qkv_EF, out=views.qkv_TF)
             self._rotary.turn_and_store(views.qkv_TXD, layer.qkv_bias_F, rows.positions_T, rows.places_T, kv_2PKD)
             marks.end(Operation.QKV)
             marks.written(number)
             marks.begin(Operation.ATTENTION)
             if shape.num_short:
                 tiling = self._tilings[shape.num_short, shape.short_rows]
-                self._attention.run(views.short_q_RHD, kv_2PKD, slots, tiling, views.short_out_RF)
+                self._attention.run(views.short_q_RHD, kv_2PKD, keys, tiling, views.short_out_RF)
             if shape.long_lengths:
                 self._refresh.run(views.long_q_RHD, views.long_k_RKD, views.long_v_RKD, views.long_out_RHD)
             marks.end(Operation.ATTENTION)
-            views.x_TE.addmm_(views.attended_TF, turned.attn_out_FE)
-            marks.begin(Operation.MLP)
-            self._normalise(views.x_TE, layer.mlp_norm_E, views.normed_TE)
-            torch.mm(views.normed_TE, turned.gate_up_EM, out=views.gate_up_TM)
-            silu_times(views.gate_up_TM, views.gated_TM)
-            views.x_TE.addmm_(views.gated_TM, turned.mlp_out_ME)
-            marks.end(Operation.MLP)
+            self._finish_layer(number, views.rows, marks)
         self._last_layer(shape, batch, marks)
 
     def hidden(self, num_rows: int) -> Tensor:
@@ -190,36 +204,36 @@ class CudaModel:
         """All rows get keys and values; the rest is computed for the block rows alone."""
         rows, config, room, layer = batch.rows, self._config, self._room, self.weights.layers[-1]
         number, num_rows, num_spans = config.n_layers - 1, shape.num_rows, shape.num_spans
-        num_block_rows, query_width = num_spans * self._sizes.block_length, config.n_heads * config.head_dim
-        bias_F = layer.qkv_bias_F
-        normed_TE = room.normed_TE[:num_rows]
-        self._normalise(room.x_TE[:num_rows], layer.attn_norm_E, normed_TE)
-        kv_TF = room.qkv_TXD.flatten(1).flatten()[: num_rows * 2 * config.n_kv_heads * config.head_dim]
-        kv_TF = kv_TF.view(num_rows, -1)
-        torch.mm(normed_TE, layer.qkv_FE[query_width:].t(), out=kv_TF)
+        query_width, turned, bias_F = config.n_heads * config.head_dim, self._turned[-1], layer.qkv_bias_F
+        every, block = room.rows(num_rows), room.block_rows(num_spans * self._sizes.block_length)
+        self._normalise(every.x_TE, layer.attn_norm_E, every.normed_TE)
+        kv_TF = room.qkv_TXD.flatten()[: num_rows * 2 * config.n_kv_heads * config.head_dim].view(num_rows, -1)
+        torch.mm(every.normed_TE, turned.qkv_EF[:, query_width:], out=kv_TF)
         kv_TXD = kv_TF.unflatten(1, (2 * config.n_kv_heads, config.head_dim))
         self._rotary.turn_and_store(kv_TXD, bias_F, rows.positions_T, rows.places_T, batch.kv.layer(number))
         marks.written(number)
 
-        block_rows_R = rows.block_rows_BL[:num_spans].flatten()
-        x_RE, normed_RE = room.x_RE[:num_block_rows], room.normed_RE[:num_block_rows]
-        q_RF, attended_RF = room.q_RF[:num_block_rows], room.attended_TF[:num_block_rows]
-        torch.index_select(room.x_TE[:num_rows], 0, block_rows_R, out=x_RE)
-        torch.index_select(normed_TE, 0, block_rows_R, out=normed_RE)
-        torch.mm(normed_RE, layer.qkv_FE[:query_width].t(), out=q_RF)
+        block_rows_R, q_RF = rows.block_rows_BL[:num_spans].flatten(), room.q_RF[: len(block.x_TE)]
+        torch.index_select(every.x_TE, 0, block_rows_R, out=block.x_TE)
+        torch.index_select(every.normed_TE, 0, block_rows_R, out=block.normed_TE)
+        torch.mm(block.normed_TE, turned.qkv_EF[:, :query_width], out=q_RF)
         q_RHD = q_RF.unflatten(1, (config.n_heads, config.head_dim))
         self._rotary.turn_queries(q_RHD, bias_F, rows.block_positions_BL[:num_spans].flatten())
-        slots = SpanKeys(batch.slots_B[:num_spans], batch.pages_SN, batch.length_S, self._sizes.page_size)
         tiling = self._tilings[num_spans, self._sizes.block_length]
-        self._attention.run(q_RHD, batch.kv.layer(number), slots, tiling, attended_RF)
+        self._attention.run(q_RHD, batch.kv.layer(number), batch.keys_of(num_spans), tiling, block.attended_TF)
+        self._finish_layer(number, block, NO_MARKS)
+        self._normalise(block.x_TE, self.weights.final_norm_E, block.normed_TE)
 
-        turned, gate_up_RM, gated_RM = self._turned[number], room.gate_up_TM[:num_block_rows], room.gated_TM
-        x_RE.addmm_(attended_RF, turned.attn_out_FE)
-        self._normalise(x_RE, layer.mlp_norm_E, normed_RE)
-        torch.mm(normed_RE, turned.gate_up_EM, out=gate_up_RM)
-        silu_times(gate_up_RM, gated_RM[:num_block_rows])
-        x_RE.addmm_(gated_RM[:num_block_rows], turned.mlp_out_ME)
-        self._normalise(x_RE, self.weights.final_norm_E, normed_RE)
+    def _finish_layer(self, number: int, rows: RowViews, marks: Marks) -> None:
+        """Add attention output and MLP to the residual stream, in place."""
+        layer, turned = self.weights.layers[number], self._turned[number]
+        rows.x_TE.addmm_(rows.attended_TF, turned.attn_out_FE)
+        marks.begin(Operation.MLP)
+        self._normalise(rows.x_TE, layer.mlp_norm_E, rows.normed_TE)
+        torch.mm(rows.normed_TE, turned.gate_up_EM, out=rows.gate_up_TM)
+        silu_times(rows.gate_up_TM, rows.gated_TM)
+        rows.x_TE.addmm_(rows.gated_TM, turned.mlp_out_ME)
+        marks.end(Operation.MLP)
 
     def _normalise(self, x_TE: Tensor, weight_E: Tensor, out_TE: Tensor) -> None:
         rms_norm(x_TE, weight_E, self._config.rms_norm_eps, out_TE)

@@ -25,7 +25,6 @@ from dbench.serve.cuda_model import CudaModel, DeviceBatch
 from dbench.serve.device_clock import DeviceClock, device_lost_if_it_fails
 from dbench.serve.graphs import DecodeGraphs
 from dbench.serve.kernels.layout import (
-    SlotPlaces,
     SpanTable,
     attach_slot,
     attachment,
@@ -33,12 +32,12 @@ from dbench.serve.kernels.layout import (
     pack_rows,
     row_buffers,
 )
-from dbench.serve.kernels.sampling import RECORD_EXTRA, MaskedRows, ProposalBuffers, SlotState, propose, unmask
+from dbench.serve.kernels.sampling import RECORD_EXTRA, MaskedRows, ProposalBuffers, propose, unmask
 from dbench.serve.kv import KvPool
 from dbench.serve.op_marks import NO_MARKS, LayerMarks, Marks, watched
 from dbench.serve.refresh_attention import RefreshAttention
 from dbench.serve.runner import LayerWatcher, Phase, Span, SpanResult, StepResult, Ticket
-from dbench.serve.sequence import BlockKey, BlockTask, SamplingParameters
+from dbench.serve.sequence import BlockTask
 from dbench.serve.weights import Weights
 
 MAX_LOGIT_ROWS = 2048
@@ -47,8 +46,6 @@ LOGIT_ROWS_STEP = 64
 """Rows of logits are computed in multiples of this, for which matrix products are fast."""
 NUM_IN_FLIGHT = 3
 """Staging buffers: one more than the launches that are under way at a time."""
-
-
 OPERATION_SAMPLE_STEPS = 16
 """One launch in so many is measured by operation."""
 
@@ -61,7 +58,6 @@ class DecodingFacts:
     n_layers: int
     vocab_size: int
     logit_shift: int
-    mask_token_id: int
     eos_token_ids: tuple[int, ...]
 
 
@@ -135,12 +131,7 @@ class CudaRunner:
         self._kv: KvPool | None = None
         self._pad_slot = slots.sizes.num_slots - 1
         slots.block_start_S[self._pad_slot] = facts.logit_shift
-        self._places = SlotPlaces(slots.canvas_SC, slots.pages_SN, slots.block_start_S)
-        self._state = SlotState(
-            slots.canvas_SC, slots.masked_SL, slots.done_S, slots.ignore_eos_S, slots.block_start_S, slots.step_S,
-            slots.seed_S, slots.temperature_S, slots.parameter_S, slots.rule_S,
-            torch.tensor(facts.eos_token_ids, dtype=torch.int32, device=device),
-        )  # fmt: skip
+        self._eos_ids = torch.tensor(facts.eos_token_ids, dtype=torch.int32, device=device)
         self._spans = torch.zeros(4, sizes.num_spans + 1, dtype=torch.int32, device=device)
         self._rows = row_buffers(sizes.num_rows, sizes.num_spans, sizes.block_length, device)
         self._staging = [Staging(sizes.num_spans, sizes.block_length) for _ in range(NUM_IN_FLIGHT)]
@@ -200,28 +191,6 @@ class CudaRunner:
         for size in graph_sizes:
             marks = self._graph_marks[size] = LayerMarks(layer, self._facts.n_layers, in_graph=True)
             self._marked_graphs.capture([size], partial(self._padded_pass, marks=marks))
-
-    def warm_up(self) -> None:
-        """Decode one token in slot 0, which must be free, over the first pages, whose content is lost."""
-        sizes, shift = self._sizes, self._facts.logit_shift
-        task = BlockTask(
-            key=BlockKey("warm-up", 0, 0),
-            token_ids=(0,),
-            num_masks=sizes.block_length,
-            block_length=sizes.block_length,
-            sampling=SamplingParameters("conf_quota", temperature=1.0, fixed_unmask_quota=1),
-            request_seed=0,
-            ignore_eos=True,
-            arrival_s=0.0,
-            num_remaining_blocks=1,
-        )
-        self.attach(0, task, tuple(range(-(-task.canvas_length // sizes.page_size))))
-        decode = Span(0, Phase.DECODE, 1 - shift, sizes.short_rows, written_from=1)
-        spans = (Span(0, Phase.REFRESH, 0, task.canvas_length), decode)
-        tickets = [self.launch((span,)) for span in spans]
-        for ticket in tickets:
-            self.collect(ticket)
-        self.detach(0)
 
     def _padded_pass(self, num_spans: int, marks: Marks = NO_MARKS) -> None:
         if not torch.cuda.is_current_stream_capturing():
@@ -325,18 +294,15 @@ class CudaRunner:
         return layout, marks
 
     def _pass(self, shape: BatchShape, longest_span: int, marks: Marks = NO_MARKS) -> None:
-        assert self._kv is not None, "no pages yet"
         pack_rows(
             SpanTable(self._spans[:, : shape.num_spans + 1]),
-            self._places,
+            self._table,
             self._rows,
             longest_span=longest_span,
-            page_size=self._sizes.page_size,
             logit_shift=self._facts.logit_shift,
-            last_place=self._kv.last_place,
+            last_place=self.kv.last_place,
         )
-        batch = DeviceBatch(self._rows, self._spans[1], self._table.pages_SN, self._table.length_S, self._kv)
-        self._model.forward(shape, batch, marks)
+        self._model.forward(shape, DeviceBatch(self._rows, self._spans[1], self._table, self.kv), marks)
 
     def _sample(self, num_spans: int, num_logit_rows: int) -> None:
         """Propose for the masked rows of the launch, and apply its rules."""
@@ -351,8 +317,8 @@ class CudaRunner:
             picked_RE, logits_RV = room.picked_RE[: len(places_R)], room.logits_RV[: len(places_R)]
             torch.index_select(hidden_RE, 0, places_R, out=picked_RE)
             self._model.logits(picked_RE, logits_RV)
-            propose(logits_RV, first, rows, slots_B, self._state, self._facts.mask_token_id, room.proposals)
-        unmask(slots_B, room.proposals, self._state, room.record_BX)
+            propose(logits_RV, first, rows, slots_B, self._table, room.proposals)
+        unmask(slots_B, room.proposals, self._table, self._eos_ids, room.record_BX)
 
     # ---- reading a launch ----------------------------------------------------------------------------
 

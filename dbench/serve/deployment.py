@@ -60,10 +60,14 @@ class Deployment:
             overlap=self.options.enable_overlap,
             eos_token_ids=self.model.eos_token_ids,
             cache_mode=self.options.cache_mode,
-            logit_shift=FAMILIES[self.model.family].logit_shift,
+            logit_shift=self.logit_shift,
             refresh_only=refresh_only,
             max_prefill_tokens_per_batch=self.options.max_prefill_tokens_per_batch,
         )
+
+    @property
+    def logit_shift(self) -> int:
+        return FAMILIES[self.model.family].logit_shift
 
     @property
     def most_refresh_tokens(self) -> int:

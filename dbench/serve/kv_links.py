@@ -109,6 +109,18 @@ class LinkOwner(Protocol):
         """Nothing comes over this link any more."""
 
 
+def _served(serve: Callable[[], None], what: str) -> str:
+    """Serve a link to its end, at the edge of its thread; why that came, empty where nothing failed."""
+    try:
+        serve()
+    except ChannelBroken as error:
+        return f"{what}: {error}"
+    except Exception as error:  # whatever it is, the blocks of this link must not wait for ever
+        logger.exception("%s has failed", what)
+        return f"{what}: {type(error).__name__}: {error}"
+    return ""
+
+
 class SendingLink:
     """Sends what is put into `jobs`, in order, until None."""
 
@@ -125,20 +137,15 @@ class SendingLink:
         self.thread.start()
 
     def _run(self) -> None:
-        owner = self._owner
-        try:
-            meeting = owner.config.meeting(owner.store.device)
-            with closing(meet(meeting, _name(self._epoch), SENDER)) as channel:
-                self._serve(channel)
-        except ChannelBroken as error:
-            reason = f"KV transfer to worker {self._receiver_id}: {error}"
-        except Exception as error:  # whatever it is, the blocks of this link must not wait for ever
-            logger.exception("the link to worker %d has failed", self._receiver_id)
-            reason = f"KV transfer to worker {self._receiver_id}: {type(error).__name__}: {error}"
-        else:
-            return
-        logger.warning("%s", reason)
-        owner.sending_failed(self, reason)
+        reason = _served(self._meet_and_serve, f"KV transfer to worker {self._receiver_id}")
+        if reason:
+            logger.warning("%s", reason)
+            self._owner.sending_failed(self, reason)
+
+    def _meet_and_serve(self) -> None:
+        meeting = self._owner.config.meeting(self._owner.store.device)
+        with closing(meet(meeting, _name(self._epoch), SENDER)) as channel:
+            self._serve(channel)
 
     def _serve(self, channel: Channel) -> None:
         alive_s = min(MAX_ALIVE_S, self._owner.config.timeout_s / ALIVE_SHARE)
@@ -203,20 +210,16 @@ class ReceivingLink:
         self.thread.start()
 
     def _run(self) -> None:
-        owner = self._owner
-        try:
-            meeting = owner.config.meeting(owner.store.device)
-            with closing(meet(meeting, _name(self.epoch), RECEIVER, self._is_wanted)) as channel:
-                while not owner.is_closing:
-                    self._take(channel, channel.receive())
-            return
-        except ChannelBroken as error:
-            reason = f"KV transfer from worker {self.sender_id}: {error}"
-        except Exception as error:  # as above
-            logger.exception("the link from worker %d has failed", self.sender_id)
-            reason = f"KV transfer from worker {self.sender_id}: {type(error).__name__}: {error}"
-        logger.debug("%s", reason)
-        owner.receiving_failed(self, reason)
+        reason = _served(self._meet_and_take, f"KV transfer from worker {self.sender_id}")
+        if reason:
+            logger.debug("%s", reason)
+            self._owner.receiving_failed(self, reason)
+
+    def _meet_and_take(self) -> None:
+        meeting = self._owner.config.meeting(self._owner.store.device)
+        with closing(meet(meeting, _name(self.epoch), RECEIVER, self._is_wanted)) as channel:
+            while not self._owner.is_closing:
+                self._take(channel, channel.receive())
 
     def _is_wanted(self) -> bool:
         if self._owner.is_closing:

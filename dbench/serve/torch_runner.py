@@ -26,7 +26,7 @@ from dbench.serve.kv import KvPool
 from dbench.serve.model import Model
 from dbench.serve.noise import DrawKeys
 from dbench.serve.runner import LayerWatcher, Phase, Span, SpanResult, StepResult, Ticket
-from dbench.serve.sequence import BlockKey, BlockTask, SamplingParameters
+from dbench.serve.sequence import BlockTask
 from dbench.serve.unmask import MEASURES, Candidates, Proposals, RowWishes, choose, join, propose
 from dbench.serve.weights import WeightSource, load_weights
 
@@ -134,28 +134,6 @@ class TorchRunner:
 
     def close(self) -> None:
         self._stream.shutdown(wait=True, cancel_futures=True)
-
-    def warm_up(self) -> None:
-        """Decode one token in slot 0, which must be free, over the first pages, whose content is lost."""
-        sizes, shift = self._slots.sizes, self._logit_shift
-        task = BlockTask(
-            key=BlockKey("warm-up", 0, 0),
-            token_ids=(0,),
-            num_masks=sizes.block_length,
-            block_length=sizes.block_length,
-            sampling=SamplingParameters("conf_quota", fixed_unmask_quota=1),
-            request_seed=0,
-            ignore_eos=True,
-            arrival_s=0.0,
-            num_remaining_blocks=1,
-        )
-        self.attach(0, task, tuple(range(-(-task.canvas_length // sizes.page_size))))
-        decode = Span(0, Phase.DECODE, 1 - shift, sizes.block_length + shift, written_from=1)
-        spans = (Span(0, Phase.REFRESH, 0, task.canvas_length), decode)
-        tickets = [self.launch((span,)) for span in spans]
-        self.detach(0)
-        for ticket in tickets:
-            self.collect(ticket)
 
     # What follows runs in the stream's thread.
 

@@ -178,7 +178,9 @@ def load_runner(deployment: Deployment, device: str, num_threads: int) -> tuple[
         mask_token_id=deployment.mask_token_id,
         num_threads=num_threads,
     )
-    runner, num_pages = _load_on_cuda(config, deployment) if device.startswith("cuda") else _load_on_cpu(config)
+    runner, num_pages = (
+        _load_on_cuda(config, deployment) if device.startswith("cuda") else _load_on_cpu(config, deployment)
+    )
     if options.profile_dir is not None:
         from dbench.serve.profiled_runner import ProfiledRunner
 
@@ -188,12 +190,13 @@ def load_runner(deployment: Deployment, device: str, num_threads: int) -> tuple[
     return runner, replace(deployment, kv_max_pages=num_pages)
 
 
-def _load_on_cpu(config: RunnerConfig) -> tuple[KvRunner, int]:
+def _load_on_cpu(config: RunnerConfig, deployment: Deployment) -> tuple[KvRunner, int]:
     from dbench.serve.torch_runner import build_runner
+    from dbench.serve.warm_up import warm_up
 
     assert config.num_pages is not None, "a CPU worker is told its number of KV pages"
     runner = build_runner(config)
-    runner.warm_up()
+    warm_up(runner, block_length=config.block_length, page_size=config.page_size, logit_shift=deployment.logit_shift)
     return runner, config.num_pages
 
 

@@ -14,7 +14,6 @@ from dbench.serve.cuda_batch import BatchShape, PassSizes, lay_out
 from dbench.serve.cuda_model import CudaModel, DeviceBatch
 from dbench.serve.families import FAMILIES, ModelConfig
 from dbench.serve.kernels.layout import (
-    SlotPlaces,
     SpanTable,
     attach_slot,
     attachment,
@@ -126,14 +125,13 @@ class BothPaths:
         slots = self.fast.slots
         pack_rows(
             SpanTable(table),
-            SlotPlaces(slots.canvas_SC, slots.pages_SN, slots.block_start_S),
+            slots,
             self.rows,
             longest_span=longest_span,
-            page_size=self.sizes.page,
             logit_shift=self.shift,
             last_place=self.fast.kv.last_place,
         )
-        batch = DeviceBatch(self.rows, table[1], slots.pages_SN, slots.length_S, self.fast.kv)
+        batch = DeviceBatch(self.rows, table[1], slots, self.fast.kv)
         self.cuda_model.forward(shape, batch)
 
     def _path(self) -> Path:

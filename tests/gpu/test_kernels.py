@@ -13,6 +13,7 @@ from torch import Tensor
 
 triton = pytest.importorskip("triton")
 
+from dbench.serve.batch import SlotSizes, SlotTable  # noqa: E402
 from dbench.serve.kernels import attention as attention_module  # noqa: E402
 from dbench.serve.kernels.attention import (  # noqa: E402
     LaunchShape,
@@ -23,12 +24,11 @@ from dbench.serve.kernels.attention import (  # noqa: E402
     counts_to_compile,
 )
 from dbench.serve.kernels.elementwise import Rotary, rms_norm, silu_times  # noqa: E402
-from dbench.serve.kernels.layout import SlotPlaces, SpanTable, compact_masked, pack_rows, row_buffers  # noqa: E402
+from dbench.serve.kernels.layout import SpanTable, compact_masked, pack_rows, row_buffers  # noqa: E402
 from dbench.serve.kernels.sampling import (  # noqa: E402
     RECORD_EXTRA,
     MaskedRows,
     ProposalBuffers,
-    SlotState,
     propose,
     unmask,
 )
@@ -56,10 +56,12 @@ def integers(values: object, dtype: torch.dtype = torch.int32) -> Tensor:
 def test_rows_of_decode_and_refresh_spans_are_laid_out_with_their_places() -> None:
     canvas = torch.arange(3 * 64, device=DEVICE).view(3, 64)
     pages = integers([[4, 1, 0, 0], [2, 7, 3, 0], [5, 6, 0, 0]], torch.int64)
-    slots = SlotPlaces(canvas, pages, integers([20, 8, 0], torch.int64))
+    slots = SlotTable(SlotSizes(3, 64, 8, 16, 0, DEVICE))
+    slots.canvas_SC[:], slots.pages_SN[:] = canvas, pages
+    slots.block_start_S[:] = integers([20, 8, 0], torch.int64)
     spans = SpanTable(integers([[0, 9, 49], [0, 1, 0], [19, 0, 0], [20, 0, 0]]))
     rows = row_buffers(60, 2, 8, DEVICE)
-    pack_rows(spans, slots, rows, longest_span=40, page_size=16, logit_shift=1, last_place=143)
+    pack_rows(spans, slots, rows, longest_span=40, logit_shift=1, last_place=143)
     positions = [*range(19, 28), *range(40)]
     assert rows.positions_T[:49].tolist() == positions
     assert rows.token_ids_T[:49].tolist() == [*range(19, 28), *range(64, 104)]
@@ -183,23 +185,26 @@ def test_one_launch_of_every_kind_is_compiled() -> None:
     assert counts_to_compile({**tilings, (2, 32): cut(2), (1, 32): cut(1)}) == (1, 2, 3, 5)
 
 
-def slot_state(num_slots: int, length: int, rules: list[str], parameters: list[float]) -> SlotState:
-    generator = torch.Generator().manual_seed(7)
-    masked = torch.rand(num_slots, length, generator=generator) < 0.7
+EOS_IDS = integers([1, 3])
+MASK_ID = 2
+
+
+def slot_table(num_slots: int, length: int, rules: list[str], parameters: list[float]) -> SlotTable:
+    """Running blocks of every rule, most of their rows masked, every other one hot."""
+    table = SlotTable(SlotSizes(num_slots, 3 * length, length, 16, MASK_ID, DEVICE))
+    numbers = range(num_slots)
+    masked = torch.rand(num_slots, length, generator=torch.Generator().manual_seed(7)) < 0.7
     masked[:, 0] = True
-    return SlotState(
-        canvas_SC=torch.full((num_slots, 3 * length), 5, dtype=torch.int64, device=DEVICE),
-        masked_SL=masked.to(DEVICE),
-        done_S=torch.zeros(num_slots, dtype=torch.bool, device=DEVICE),
-        ignore_eos_S=torch.zeros(num_slots, dtype=torch.bool, device=DEVICE),
-        block_start_S=integers([length + i for i in range(num_slots)], torch.int64),
-        step_S=integers([i % 4 for i in range(num_slots)], torch.int64),
-        seed_S=integers([(-1) ** i * (i + 1) * 0x1234567890AB for i in range(num_slots)], torch.int64),
-        temperature_S=integers([0.0 if i % 2 else 0.8 for i in range(num_slots)], torch.float32),
-        parameter_S=integers(parameters, torch.float32),
-        rule_S=integers([RULE_CODES[rule] for rule in rules]),
-        eos_ids=integers([1, 3]),
-    )
+    table.canvas_SC.fill_(5)
+    table.masked_SL[:] = masked.to(DEVICE)
+    table.done_S.fill_(False)
+    table.block_start_S[:] = integers([length + i for i in numbers])
+    table.step_S[:] = integers([i % 4 for i in numbers])
+    table.seed_S[:] = integers([(-1) ** i * (i + 1) * 0x1234567890AB for i in numbers], torch.int64)
+    table.temperature_S[:] = integers([0.0 if i % 2 else 0.8 for i in numbers], torch.float32)
+    table.parameter_S[:] = integers(parameters, torch.float32)
+    table.rule_S[:] = integers([RULE_CODES[rule] for rule in rules])
+    return table
 
 
 MEASURES = {"entropy": Measure.ENTROPY, "margin": Measure.MARGIN}
@@ -212,21 +217,21 @@ def test_every_rule_has_a_code() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("scale", [0.2, 6.0])
 def test_a_step_of_mixed_rules_and_temperatures_is_that_of_the_plain_code(dtype: torch.dtype, scale: float) -> None:
-    length, vocabulary, mask_id = 12, 3000, 2
+    length, vocabulary = 12, 3000
     rules = [*UNMASKING_RULES, *UNMASKING_RULES]
     parameters = {"conf_threshold": 0.05, "conf_quota": 3, "conf_dynamic": 1.97, "entropy": 7.3, "margin": 0.01}
-    state = slot_state(len(rules), length, rules, [parameters.get(rule, 0.0) for rule in rules])
+    state = slot_table(len(rules), length, rules, [parameters.get(rule, 0.0) for rule in rules])
     slots = integers([*reversed(range(len(rules)))])
     places = state.masked_SL[slots.long()].flatten().nonzero().flatten()
     logits = random_tensor(len(places), vocabulary, seed=9, scale=scale, dtype=dtype)
     logits[0, 5:20] = logits.max() + 1
-    logits[:, mask_id] = 1e30
+    logits[:, MASK_ID] = 1e30
     buffers = ProposalBuffers(len(places) + 4, len(rules), length, DEVICE)
     index, count = torch.zeros(len(places) + 4, dtype=torch.int32, device=DEVICE), integers([0])
     compact_masked(slots, state.masked_SL, state.done_S, index, count)
     first = 20
     for part, rank in ((logits[:first], 0), (logits[first:], first)):
-        propose(part, rank, MaskedRows(index, count), slots, state, mask_id, buffers)
+        propose(part, rank, MaskedRows(index, count), slots, state, buffers)
 
     span_R, offset_R = places // length, places % length
     slot_R = slots.long()[span_R]
@@ -236,7 +241,7 @@ def test_a_step_of_mixed_rules_and_temperatures_is_that_of_the_plain_code(dtype:
         measure: integers([rules[slot] == rule for slot in slot_R.tolist()], torch.bool)
         for rule, measure in MEASURES.items()
     }
-    plain = propose_plainly(logits.clone(), mask_id, RowWishes(keys, state.temperature_S[slot_R], measured))
+    plain = propose_plainly(logits.clone(), MASK_ID, RowWishes(keys, state.temperature_S[slot_R], measured))
     assert buffers.token_BL[span_R, offset_R].tolist() == plain.token_R.tolist()
     torch.testing.assert_close(buffers.score_BL[span_R, offset_R], plain.score_R, rtol=1e-4, atol=1e-5)
     assert bool(buffers.is_finite_BL[span_R, offset_R].all())
@@ -250,7 +255,7 @@ def test_a_step_of_mixed_rules_and_temperatures_is_that_of_the_plain_code(dtype:
     )  # fmt: skip
     chosen_BL = choose([rules[slot] for slot in slots.tolist()], candidates)
     record = torch.zeros(len(rules), length + RECORD_EXTRA, dtype=torch.int32, device=DEVICE)
-    unmask(slots, buffers, state, record)
+    unmask(slots, buffers, state, EOS_IDS, record)
     assert (record[:, :length] >= 0).tolist() == chosen_BL.tolist()
     tokens = torch.where(chosen_BL, buffers.token_BL, -1)
     assert record[:, :length].tolist() == tokens.tolist()
@@ -266,7 +271,7 @@ def test_a_step_of_mixed_rules_and_temperatures_is_that_of_the_plain_code(dtype:
 def test_rules_of_long_blocks_choose_what_the_plain_code_chooses(length: int) -> None:
     rules = [*UNMASKING_RULES]
     parameters = {"conf_threshold": 0.6, "conf_quota": 70, "conf_dynamic": 30.0, "entropy": -0.6, "margin": 0.5}
-    state = slot_state(len(rules), length, rules, [parameters.get(rule, 0.0) for rule in rules])
+    state = slot_table(len(rules), length, rules, [parameters.get(rule, 0.0) for rule in rules])
     slots = integers([*range(len(rules))])
     buffers = ProposalBuffers(1, len(rules), length, DEVICE)
     buffers.score_BL[:] = random_tensor(len(rules), length, seed=5).sigmoid().mul(20).round().div(20)  # many are equal
@@ -279,14 +284,14 @@ def test_rules_of_long_blocks_choose_what_the_plain_code_chooses(length: int) ->
     chosen_BL = choose(rules, candidates)
     assert int(chosen_BL.sum(dim=1).min()) > 1
     record = torch.zeros(len(rules), length + RECORD_EXTRA, dtype=torch.int32, device=DEVICE)
-    unmask(slots, buffers, state, record)
+    unmask(slots, buffers, state, EOS_IDS, record)
     assert (record[:, :length] >= 0).tolist() == chosen_BL.tolist()
     assert torch.equal(state.masked_SL, candidates.masked_BL & ~chosen_BL)
 
 
 def test_blocks_end_without_masks_or_at_an_end_of_text_and_stay_as_they_are() -> None:
     length = 8
-    state = slot_state(4, length, ["conf_quota"] * 4, [1.0] * 4)
+    state = slot_table(4, length, ["conf_quota"] * 4, [1.0] * 4)
     state.temperature_S.zero_()
     state.masked_SL[:] = False
     state.masked_SL[0, 5] = True  # the last mask
@@ -302,7 +307,7 @@ def test_blocks_end_without_masks_or_at_an_end_of_text_and_stay_as_they_are() ->
     buffers.score_BL[:] = torch.linspace(0.9, 0.1, length, device=DEVICE)
     buffers.is_finite_BL[:] = 1
     record = torch.zeros(4, length + RECORD_EXTRA, dtype=torch.int32, device=DEVICE)
-    unmask(slots, buffers, state, record)
+    unmask(slots, buffers, state, EOS_IDS, record)
     assert record[:, length].tolist() == [1, 1, 0, 1]
     assert record[:, length + 1].tolist() == [0, 0, 0, 1]
     assert record[3, :length].tolist() == [-1] * length
@@ -312,7 +317,7 @@ def test_blocks_end_without_masks_or_at_an_end_of_text_and_stay_as_they_are() ->
 
 def test_logits_that_are_not_finite_end_their_block_alone() -> None:
     length, vocabulary = 4, 2000
-    state = slot_state(2, length, ["conf_threshold"] * 2, [0.5] * 2)
+    state = slot_table(2, length, ["conf_threshold"] * 2, [0.5] * 2)
     state.masked_SL[:] = True
     logits = random_tensor(8, vocabulary)
     logits[5, 1500] = torch.nan
@@ -320,10 +325,10 @@ def test_logits_that_are_not_finite_end_their_block_alone() -> None:
     buffers = ProposalBuffers(8, 2, length, DEVICE)
     for bad in (torch.nan, torch.inf):
         logits[5, 1500] = bad
-        propose(logits, 0, MaskedRows(index, count), slots, state, 2, buffers)
+        propose(logits, 0, MaskedRows(index, count), slots, state, buffers)
         assert buffers.is_finite_BL.tolist() == [[1] * 4, [1, 0, 1, 1]]
     record = torch.zeros(2, length + RECORD_EXTRA, dtype=torch.int32, device=DEVICE)
-    unmask(slots, buffers, state, record)
+    unmask(slots, buffers, state, EOS_IDS, record)
     assert record[:, length + 2].tolist() == [-1, length + 1 + 1]
     assert record[1, :length].tolist() == [-1] * 4
     assert state.done_S.tolist() == [False, True]

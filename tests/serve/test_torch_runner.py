@@ -13,6 +13,7 @@ from dbench.errors import ModelError, OptionError
 from dbench.serve.runner import Phase, Span
 from dbench.serve.sequence import SamplingParameters
 from dbench.serve.torch_runner import RunnerConfig, build_runner
+from dbench.serve.warm_up import warm_up
 from tests.serve.checkpoints import EOS, MASK, VOCABULARY, tiny_tensors, write_checkpoint
 from tests.serve.decoding import NUM_PAGES, PAGE_SIZE, Job, run_jobs, runner_for, task_of
 from tests.serve.reference import Reference
@@ -200,7 +201,7 @@ def test_short_number_formats_decode_every_position(checkpoint: Path, dtype: str
 
 def test_warm_up_leaves_the_runner_as_new(checkpoint: Path) -> None:
     runner = runner_for(checkpoint, 8)
-    runner.warm_up()
+    warm_up(runner, block_length=8, page_size=PAGE_SIZE, logit_shift=0)
     jobs = run_jobs(runner, [Job(prompt_of(30, 1), 16, SAMPLINGS[2])], 8)
     runner.close()
     assert_same_as_alone(Reference(checkpoint), jobs, 8)

@@ -58,6 +58,14 @@ class End:
     def has_news(self) -> bool:
         return not self._news.empty()
 
+    def send_whole(self, key: BlockKey, receiver_id: int, epoch: int) -> None:
+        """A refresh in slot 0, over page 2, from its announcement to its end."""
+        self.transfer.announce(key)
+        self.transfer.begin(0, key, (2,))
+        self.transfer.send(key, receiver_id, epoch)
+        self.write_layers(0)
+        self.transfer.finish(0, refreshed(1))
+
     def write_layers(self, slot: int, first: int = 0, end: int | None = None) -> None:
         for layer in range(first, self.kv.num_layers if end is None else end):
             self.transfer.layer_written((slot,), layer, lambda: None)
@@ -263,11 +271,7 @@ def test_a_receiver_that_expects_nothing_waits_for_its_sender_as_long_as_it_take
     receiver.transfer.drop(KEY)
     time.sleep(2 * SHORT_S)
     receiver.transfer.expect(OTHER, 0, epoch, (3,))
-    sender.transfer.announce(OTHER)
-    sender.transfer.begin(0, OTHER, (2,))
-    sender.transfer.send(OTHER, 1, epoch)
-    sender.write_layers(0)
-    sender.transfer.finish(0, refreshed(1))
+    sender.send_whole(OTHER, 1, epoch)
     assert isinstance(receiver.next(), KvArrived)
     sender.transfer.close()
 
@@ -368,11 +372,7 @@ def test_a_receiver_that_dies_or_stops_is_an_end_and_the_sender_goes_on(address:
         assert failed.key == KEY
     again, receiver = next(EPOCHS), End(1, address, LONG_S, 1)
     receiver.transfer.expect(OTHER, 0, again, (3,))
-    sender.transfer.announce(OTHER)
-    sender.transfer.begin(0, OTHER, (2,))
-    sender.transfer.send(OTHER, 1, again)
-    sender.write_layers(0)
-    sender.transfer.finish(0, refreshed(1))
+    sender.send_whole(OTHER, 1, again)
     assert isinstance(receiver.next(), KvArrived)
     sender.transfer.close()
 

@@ -27,8 +27,7 @@ class SpanTable:
     """The spans of a launch as the host planned them, one row each of an int32 tensor [4, B + 1] on the device."""
 
     table: Tensor
-
-    FIRST_ROW, SLOT, START, WRITTEN_FROM = range(4)
+    """First packed row, slot, start, written_from."""
 
     @property
     def num_spans(self) -> int:
@@ -79,26 +78,17 @@ def _pack_kernel(
         tl.store(block_row_ptr + span * L + column, first_row + block_position - start, mask=column < L)
 
 
-@dataclass(frozen=True, slots=True)
-class SlotPlaces:
-    """Where the tokens of every slot are; see SlotTable."""
-
-    canvas_SC: Tensor
-    pages_SN: Tensor
-    block_start_S: Tensor
-
-
 def pack_rows(
-    spans: SpanTable, slots: SlotPlaces, rows: RowBuffers, *, longest_span: int, page_size: int, logit_shift: int,
-    last_place: int,
-) -> None:  # fmt: skip
+    spans: SpanTable, slots: SlotTable, rows: RowBuffers, *, longest_span: int, logit_shift: int, last_place: int
+) -> None:
     """Fill `rows` for the spans. Does not wait for the device."""
     block_length = rows.block_rows_BL.shape[1]
     _pack_kernel[(spans.num_spans, triton.cdiv(longest_span, ROWS_PER_PROGRAM))](
         spans.table, slots.canvas_SC, slots.pages_SN, slots.block_start_S,
         rows.token_ids_T, rows.positions_T, rows.places_T, rows.block_rows_BL, rows.block_positions_BL,
         spans.table.stride(0), slots.canvas_SC.stride(0), slots.pages_SN.stride(0), last_place, logit_shift,
-        PAGE_SIZE=page_size, L=block_length, L_PADDED=triton.next_power_of_2(block_length), ROWS=ROWS_PER_PROGRAM,
+        PAGE_SIZE=slots.sizes.page_size, L=block_length, L_PADDED=triton.next_power_of_2(block_length),
+        ROWS=ROWS_PER_PROGRAM,
     )  # fmt: skip
 
 

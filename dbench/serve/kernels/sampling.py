@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dbench.serve.batch import SlotTable
 from dbench.serve.noise import Tag
 from dbench.serve.unmask import RULE_CODES
 
@@ -32,23 +33,6 @@ RECORD_EXTRA = 3
 NOT_FIXED = -1
 LONGEST_PAIRED: tl.constexpr = tl.constexpr(128)
 """Blocks up to this length compare all pairs of rows at once; for 512 that takes a minute to compile."""
-
-
-@dataclass(frozen=True, slots=True)
-class SlotState:
-    """The device's view of every slot; see SlotTable."""
-
-    canvas_SC: Tensor
-    masked_SL: Tensor
-    done_S: Tensor
-    ignore_eos_S: Tensor
-    block_start_S: Tensor
-    step_S: Tensor
-    seed_S: Tensor
-    temperature_S: Tensor
-    parameter_S: Tensor
-    rule_S: Tensor
-    eos_ids: Tensor
 
 
 class ProposalBuffers:
@@ -78,6 +62,20 @@ def _first_of_largest(values, tokens):
     """The largest value, and the lowest token that has it."""
     largest = tl.max(values, 0)
     return largest, tl.min(tl.where(values == largest, tokens, 2147483647), 0)
+
+
+@triton.jit
+def _merged(largest, token, second, total, slope):
+    """Of all lanes: the largest logit, its token, the second largest, sum of weights, and of weight x distance."""
+    top, top_token = _first_of_largest(largest, token)
+    is_top = (largest == top) & (token == top_token)
+    runner_up = tl.max(tl.where(is_top, second, largest), 0)
+    base = tl.where(top == float("-inf"), 0.0, top)
+    shift = tl.where(largest == float("-inf"), 0.0, largest - base)
+    fade = tl.exp(shift)
+    all_slope = tl.sum(tl.where(total > 0, fade * (slope + shift * total), 0.0), 0)
+    all_total = tl.sum(tl.where(total == 0, 0.0, fade * total), 0)
+    return top, top_token, runner_up, all_total, all_slope
 
 
 @triton.jit
@@ -142,14 +140,7 @@ def _scan_kernel(
         slope = fade * (slope + shift * total) + tl.where(weight > 0, weight * (x - base), 0.0)
         total = total * fade + weight
         largest = new_largest
-    top, top_token = _first_of_largest(largest, token)
-    is_top = (largest == top) & (token == top_token)
-    runner_up = tl.max(tl.where(is_top, second, largest), 0)
-    base = tl.where(top == float("-inf"), 0.0, top)
-    shift = tl.where(largest == float("-inf"), 0.0, largest - base)
-    fade = tl.exp(shift)
-    all_slope = tl.sum(tl.where(total > 0, fade * (slope + shift * total), 0.0), 0)
-    all_total = tl.sum(tl.where(total == 0, 0.0, fade * total), 0)
+    top, top_token, runner_up, all_total, all_slope = _merged(largest, token, second, total, slope)
     at_part = row * PARTS + part
     tl.store(floats_ptr + at_part, top)
     tl.store(floats_ptr + plane + at_part, runner_up)
@@ -186,14 +177,9 @@ def _propose_kernel(
     token = tl.load(tokens_ptr + at)
     total = tl.load(floats_ptr + 2 * plane + at)
     slope = tl.load(floats_ptr + 3 * plane + at)
-    top, top_token = _first_of_largest(largest, token)
-    is_top = (largest == top) & (token == top_token)
-    runner_up = tl.max(tl.where(is_top, tl.load(floats_ptr + plane + at), largest), 0)
+    second = tl.load(floats_ptr + plane + at)
+    top, top_token, runner_up, all_total, all_slope = _merged(largest, token, second, total, slope)
     base = tl.where(top == float("-inf"), 0.0, top)
-    shift = tl.where(largest == float("-inf"), 0.0, largest - base)
-    fade = tl.exp(shift)
-    all_slope = tl.sum(tl.where(total > 0, fade * (slope + shift * total), 0.0), 0)
-    all_total = tl.sum(tl.where(total == 0, 0.0, fade * total), 0)
     logit = top
     if tl.load(temperature_ptr + slot) > 0:
         noisy, noisy_token = tl.load(floats_ptr + 4 * plane + at), tl.load(tokens_ptr + plane + at)
@@ -221,25 +207,30 @@ class MaskedRows:
 
 
 def propose(
-    logits_RV: Tensor, first_rank: int, rows: MaskedRows, slots_B: Tensor, state: SlotState, mask_token_id: int,
+    logits_RV: Tensor,
+    first_rank: int,
+    rows: MaskedRows,
+    slots_B: Tensor,
+    slots: SlotTable,
     buffers: ProposalBuffers,
-) -> None:  # fmt: skip
+) -> None:
     """Token, score and finiteness of the rows from `first_rank` on, into `buffers`. Does not wait.
 
     `logits_RV` holds those rows and is left as it is.
     """
     num_rows, vocabulary = logits_RV.shape
-    length = state.masked_SL.shape[1]
+    length = slots.masked_SL.shape[1]
     part_size = triton.cdiv(triton.cdiv(vocabulary, VOCABULARY_PARTS), LANES) * LANES
     plane = buffers.floats.stride(0)
     _scan_kernel[(num_rows, VOCABULARY_PARTS)](
-        logits_RV, rows.place_R, rows.count, slots_B, state.temperature_S, state.seed_S, state.block_start_S,
-        state.step_S, buffers.floats, buffers.tokens, first_rank, vocabulary, part_size, mask_token_id,
+        logits_RV, rows.place_R, rows.count, slots_B, slots.temperature_S, slots.seed_S, slots.block_start_S,
+        slots.step_S, buffers.floats, buffers.tokens, first_rank, vocabulary, part_size,
+        slots.sizes.mask_token_id,
         logits_RV.stride(0), plane,
         L=length, PARTS=VOCABULARY_PARTS, WIDTH=LANES, DRAWS=NOISE_LANES, TOKEN_TAG=int(Tag.TOKEN), num_warps=4,
     )  # fmt: skip
     _propose_kernel[(num_rows,)](
-        rows.place_R, rows.count, slots_B, state.temperature_S, state.rule_S, buffers.floats, buffers.tokens,
+        rows.place_R, rows.count, slots_B, slots.temperature_S, slots.rule_S, buffers.floats, buffers.tokens,
         buffers.token_BL, buffers.score_BL, buffers.is_finite_BL, first_rank, plane,
         L=length, PARTS=VOCABULARY_PARTS, num_warps=1,
     )  # fmt: skip
@@ -363,16 +354,16 @@ def _unmask_kernel(
         tl.store(step_ptr + slot, step + 1)
 
 
-def unmask(slots_B: Tensor, proposals: ProposalBuffers, state: SlotState, record_BX: Tensor) -> None:
+def unmask(slots_B: Tensor, proposals: ProposalBuffers, slots: SlotTable, eos_ids: Tensor, record_BX: Tensor) -> None:
     """Apply the rule of every block, fix its tokens, and note the step in `record_BX` [B, L + RECORD_EXTRA], int32.
 
-    Mutates the canvas, masks, done flags and steps of `state`, but for blocks that had ended. Does not wait.
+    Mutates the canvas, masks, done flags and steps of `slots`, but for blocks that had ended. Does not wait.
     """
-    length = state.masked_SL.shape[1]
+    length = slots.masked_SL.shape[1]
     _unmask_kernel[(len(slots_B),)](
-        slots_B, proposals.token_BL, proposals.score_BL, proposals.is_finite_BL, state.canvas_SC, state.masked_SL,
-        state.done_S, state.ignore_eos_S, state.block_start_S, state.step_S, state.seed_S, state.parameter_S,
-        state.rule_S, state.eos_ids, record_BX, state.canvas_SC.stride(0),
-        L=length, L_PADDED=triton.next_power_of_2(length), NUM_EOS=len(state.eos_ids), COUNT_TAG=int(Tag.COUNT),
+        slots_B, proposals.token_BL, proposals.score_BL, proposals.is_finite_BL, slots.canvas_SC, slots.masked_SL,
+        slots.done_S, slots.ignore_eos_S, slots.block_start_S, slots.step_S, slots.seed_S, slots.parameter_S,
+        slots.rule_S, eos_ids, record_BX, slots.canvas_SC.stride(0),
+        L=length, L_PADDED=triton.next_power_of_2(length), NUM_EOS=len(eos_ids), COUNT_TAG=int(Tag.COUNT),
         CHOICE_TAG=int(Tag.CHOICE), NONE=NOT_FIXED, EXTRA=RECORD_EXTRA, num_warps=4,
     )  # fmt: skip
