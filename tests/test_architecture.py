@@ -83,6 +83,7 @@ LAYERS = {
     "dbench.serve.kernels.attention": 3,
     "dbench.serve.kernels.elementwise": 3,
     "dbench.serve.kernels.layout": 3,
+    "dbench.serve.kernels.overlap": 3,
     "dbench.serve.kernels.sampling": 3,
     "dbench.serve.cuda_model": 3,
     "dbench.serve.cuda_batch": 3,
