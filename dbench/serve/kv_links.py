@@ -10,7 +10,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Protocol
 
@@ -157,6 +157,7 @@ class SendingLink:
                 continue
             match job:
                 case None:
+                    self._take_leave(channel)
                     return
                 case WrittenLayer():
                     self._send_layer(channel, job)
@@ -165,6 +166,12 @@ class SendingLink:
                 case Dropped(block):
                     if block.started_s is not None:
                         channel.send({"kind": "drop", "key": asdict(block.key)})
+
+    def _take_leave(self, channel: Channel) -> None:
+        """Wait until the receiver has read everything: hanging up between GPUs takes back what is still on its way."""
+        with suppress(ChannelBroken):  # it hangs up first
+            channel.send({"kind": "bye"})
+            channel.receive()
 
     def _send_layer(self, channel: Channel, layer: WrittenLayer) -> None:
         block, store = layer.block, self._owner.store
@@ -230,17 +237,20 @@ class ReceivingLink:
         return is_wanted
 
     def _take(self, channel: Channel, header: dict[str, Any]) -> None:
-        """Raises ValueError, KeyError or TypeError for a message that makes no sense."""
+        """Raises ValueError, KeyError or TypeError for a message that makes no sense; ChannelBroken for the last."""
         kind, store = header["kind"], self._owner.store
         if kind == "alive":
             return
+        if kind == "bye":
+            channel.send({"kind": "bye"})
+            raise ChannelBroken("its sender has ended")
         key = BlockKey(**header["key"])
         if kind == "layer":
             layer, num_pages = int(header["layer"]), int(header["num_pages"])
             if layer != self._num_layers.get(key, 0):
                 raise ValueError(f"layer {layer} of {key} came after {self._num_layers.get(key, 0)} others")
-            data = torch.empty(num_pages * store.page_bytes, dtype=torch.uint8, device=store.device)
-            with channel.bulk.stream():
+            with channel.bulk.stream():  # memory that another stream gave back may still be in use there
+                data = torch.empty(num_pages * store.page_bytes, dtype=torch.uint8, device=store.device)
                 channel.bulk.receive(data)
                 self._owner.write(key, layer, num_pages, data)
             channel.bulk.finish()

@@ -28,7 +28,7 @@ from dbench.serve.sequence import BlockKey, Refreshed
 from dbench.serve.transit import KvArrived, KvFailed, KvNews, KvSent
 
 CLOSE_TIMEOUT_S = 3.0
-"""For links that receive: a sender that is alive says so before."""
+"""For both ends: a sender that is alive says so before, and a receiver that is alive reads what is on its way."""
 
 
 @dataclass(frozen=True, slots=True)
