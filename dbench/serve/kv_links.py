@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from dbench.errors import ChannelBroken
-from dbench.serve.channel import RECEIVER, SENDER, Channel, MeetingPoint, meet
+from dbench.serve.channel import RECEIVER, SENDER, Bulk, Channel, MeetingPoint, meet
 from dbench.serve.kv import PageStore
 from dbench.serve.sequence import BlockKey, Refreshed, RefreshTimes
 
@@ -96,8 +96,11 @@ class LinkOwner(Protocol):
     def sent(self, block: Outgoing) -> None:
         """Its end is out: nothing of it is needed here any more."""
 
-    def write(self, key: BlockKey, layer: int, num_pages: int, data: Tensor) -> None:
-        """Put a layer where it belongs, if its block is still expected. Raises ValueError for one of another size."""
+    def write(self, key: BlockKey, layer: int, data: Tensor, bulk: Bulk) -> None:
+        """Put a layer where it belongs, if its block is still expected; return when it is there.
+
+        Raises ValueError for a layer of another size, and ChannelBroken.
+        """
 
     def arrived(self, key: BlockKey, refreshed: Refreshed) -> None:
         """A block's layers are all there."""
@@ -252,8 +255,8 @@ class ReceivingLink:
             with channel.bulk.stream():  # memory that another stream gave back may still be in use there
                 data = torch.empty(num_pages * store.page_bytes, dtype=torch.uint8, device=store.device)
                 channel.bulk.receive(data)
-                self._owner.write(key, layer, num_pages, data)
             channel.bulk.finish()
+            self._owner.write(key, layer, data, channel.bulk)
             self._num_layers[key] = layer + 1
             return
         num_layers = self._num_layers.pop(key, 0)

@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import subprocess
 from pathlib import Path
 
 import psutil
 import pytest
 
+from dbench.errors import ServerUnavailable
 from dbench.events import WorkerLeft, WorkerLost
 from dbench.serve.client import Client, submit_and_wait
 from dbench.serve.sequence import SamplingParameters
 from dbench.serve.wire import Submission
-from tests.serve.process_builders import launch
-from tests.serve.remote_builders import worker_process
+from tests.serve.process_builders import answer, launch, server_child
+from tests.serve.remote_builders import address_of, at_free_port, worker_process
 from tests.serve.remote_hybrid import (
     DECODE_ID,
     PREFILL,
     PREFILL_ID,
+    REMOTE_HYBRID,
     RemoteHybrid,
     remote_hybrid,
     served_by_remote_workers,
@@ -164,3 +167,36 @@ def test_a_decoding_worker_ends_well_while_its_prefill_worker_stands_still(tmp_p
 
     with remote_hybrid(tmp_path, "--drain-timeout-s", "1", enable_hybrid_prefill_overflow=False) as hybrid:
         run(scenario(hybrid))
+
+
+def test_workers_of_both_kinds_outlive_their_server_and_work_for_the_next_one(tmp_path: Path) -> None:
+    service = at_free_port(**REMOTE_HYBRID)
+    address = address_of(service)
+
+    async def first(server: subprocess.Popen[str]) -> list[tuple[int, ...]]:
+        async with Client(address) as client:
+            wanted = await results_of(client)
+            await client.reset_metrics()
+            running = asyncio.ensure_future(results_of(client))
+            await kv_moves(client)
+            server.kill()
+            with pytest.raises(ServerUnavailable):
+                await running
+            return wanted
+
+    async def second() -> tuple[list[tuple[int, ...]], int]:
+        async with Client(address) as client:
+            token_ids = await results_of(client)
+            return token_ids, len(transferred(await events_of(client)))
+
+    with worker_process(address, tmp_path, *PREFILL) as prefill, worker_process(address, tmp_path) as decoder:
+        with server_child(service, **REMOTE_HYBRID) as server:
+            assert answer(server) == {"address": address}
+            wanted = run(first(server))
+        with server_child(service, **REMOTE_HYBRID) as server:
+            assert answer(server) == {"address": address}
+            token_ids, num_transferred = run(second())
+        assert token_ids == wanted
+        assert num_transferred > 0
+        for worker, number in ((prefill, PREFILL_ID), (decoder, DECODE_ID)):
+            assert [worker.wait_until_ready() for _ in range(2)] == [f"ready as worker {number} of {address}"] * 2
