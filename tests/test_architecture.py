@@ -60,6 +60,7 @@ LAYERS = {
     "dbench.serve.tracking": 2,
     "dbench.serve.finished": 2,
     "dbench.serve.fleet": 2,
+    "dbench.serve.link_epochs": 2,
     "dbench.serve.block_ends": 2,
     "dbench.serve.backlog": 2,
     "dbench.serve.placement": 2,

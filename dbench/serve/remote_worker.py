@@ -29,7 +29,7 @@ from dbench.errors import (
     ServerUnavailable,
     one_line,
 )
-from dbench.options import EngineOptions
+from dbench.options import COLOCATED, EngineOptions
 from dbench.serve.deployment import Deployment, deployment_of
 from dbench.serve.engine import Engine
 from dbench.serve.wire_link import Fatal, Hello, Leaving, Welcome
@@ -70,6 +70,8 @@ class RemoteWorkerConfig:
     drain_timeout_s: float
     reconnect_timeout_s: float
     """0: for ever."""
+    kind: str = COLOCATED
+    """What it wants to be: COLOCATED or PREFILL."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,6 +172,7 @@ class RemoteWorker:
             os.getpid(),
             host=socket.gethostname(),
             instance=self._instance,
+            kind=config.kind,
         )
         stream = WorkerStream(config.scheduler, hello)
         stream.start()
