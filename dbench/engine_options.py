@@ -172,7 +172,9 @@ class EngineOptions:
     gpu_memory_utilization: float = option(
         0.9, "Share of a CUDA device's memory that a worker may take.", panel="KV", above=0, maximum=1
     )
-    enable_cuda_graphs: bool = option(True, "Capture decode steps and short passes once and replay them.", panel="CUDA graphs")
+    enable_cuda_graphs: bool = option(
+        True, "Capture decode steps and short passes once and replay them.", panel="CUDA graphs"
+    )
     cuda_graph_batch_sizes: str = option(
         "1,2,4,8,16,24,32,40,48,56,64",
         "Numbers of decoding sequences that are captured; a batch is padded to the next one. Those above "
