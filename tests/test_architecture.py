@@ -62,6 +62,7 @@ LAYERS = {
     "dbench.serve.fleet": 2,
     "dbench.serve.link_epochs": 2,
     "dbench.serve.block_ends": 2,
+    "dbench.serve.block_pairs": 2,
     "dbench.serve.backlog": 2,
     "dbench.serve.placement": 2,
     "dbench.serve.requests": 2,

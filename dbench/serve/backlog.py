@@ -20,6 +20,9 @@ class Backlog:
     def __len__(self) -> int:
         return len(self._waiting)
 
+    def __contains__(self, tracked: TrackedRequest) -> bool:
+        return tracked.serial in self._waiting
+
     def __iter__(self) -> Iterator[TrackedRequest]:
         """In no order; requests may leave meanwhile."""
         return iter(list(self._waiting.values()))

@@ -22,7 +22,7 @@ from dbench.serve.engine_state import EngineLimits, InFlight, Interval, Plan, Qu
 from dbench.serve.pages import PagePool
 from dbench.serve.policy import QUEUE_ORDERS, SPANS, Room, TokenBudget, admit, choose, num_that_may_join
 from dbench.serve.runner import Phase, Runner, Span, StepResult
-from dbench.serve.sequence import BlockEnd, BlockKey, BlockOutcome, BlockTask, Fault, Refreshed
+from dbench.serve.sequence import BlockEnd, BlockKey, BlockOutcome, BlockTask, Fault, HandedOver, Refreshed
 from dbench.serve.transit import KvFailed, KvTransfer, Transit
 
 logger = logging.getLogger(__name__)
@@ -66,7 +66,7 @@ class Engine:
         self._refreshed: list[BlockKey] = []
         self._ended: list[BlockEnd] = []
         self._reserved: list[BlockKey] = []
-        self._handed_over: list[BlockKey] = []
+        self._handed_over: list[HandedOver] = []
 
     # ---- what the worker calls ------------------------------------------------------------------
 
@@ -121,10 +121,10 @@ class Engine:
         """The KV of a reserved block is all there since `at_s`; unknown keys are ignored, here and below."""
         self._transit.arrive(key, refreshed, at_s)
 
-    def hand_over(self, key: BlockKey) -> None:
+    def hand_over(self, sent: HandedOver) -> None:
         """The KV of a refreshed block has been sent."""
-        if self._transit.sent(key):
-            self._handed_over.append(key)
+        if self._transit.sent(sent.key):
+            self._handed_over.append(sent)
         self._note_state()
 
     def transfer_failed(self, failed: KvFailed) -> None:

@@ -18,6 +18,7 @@ from dbench.serve.sequence import (
     BlockTask,
     BlockTimes,
     Fault,
+    HandedOver,
     Refreshed,
     RefreshTimes,
 )
@@ -59,7 +60,7 @@ class StepReport:
     ended: tuple[BlockEnd, ...]
     reserved: tuple[BlockKey, ...] = ()
     """Blocks for which pages were taken."""
-    handed_over: tuple[BlockKey, ...] = ()
+    handed_over: tuple[HandedOver, ...] = ()
     """Blocks whose KV has been sent, and whose pages are free."""
 
     @property

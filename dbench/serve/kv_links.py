@@ -53,7 +53,7 @@ class Outgoing:
     pages: tuple[int, ...] = ()
     link: SendingLink | None = None
     written: list[WrittenLayer] = field(default_factory=list)
-    """Layers that nobody has been told to send yet."""
+    """In order; they can all be sent again."""
     refreshed: Refreshed | None = None
     started_s: float | None = None
     is_dropped: bool = False
@@ -93,8 +93,8 @@ class LinkOwner(Protocol):
     def expects(self, epoch: int) -> bool:
         """Something is to come over this link."""
 
-    def sent(self, block: Outgoing) -> None:
-        """Its end is out: nothing of it is needed here any more."""
+    def sent(self, link: SendingLink, block: Outgoing) -> None:
+        """Its end is out over this link."""
 
     def write(self, key: BlockKey, layer: int, data: Tensor, bulk: Bulk) -> None:
         """Put a layer where it belongs, if its block is still expected; return when it is there.
@@ -130,7 +130,9 @@ class SendingLink:
     def __init__(self, owner: LinkOwner, receiver_id: int, epoch: int) -> None:
         self._owner = owner
         self._receiver_id = receiver_id
-        self._epoch = epoch
+        self.epoch = epoch
+        self.has_met = False
+        """The receiver has come, and notices how this link ends."""
         self.broken = ""
         """Why nothing can go over it any more; guarded by the lock of its owner."""
         self.jobs: queue.SimpleQueue[WrittenLayer | Finished | Dropped | None] = queue.SimpleQueue()
@@ -147,7 +149,8 @@ class SendingLink:
 
     def _meet_and_serve(self) -> None:
         meeting = self._owner.config.meeting(self._owner.store.device)
-        with closing(meet(meeting, _name(self._epoch), SENDER)) as channel:
+        with closing(meet(meeting, _name(self.epoch), SENDER)) as channel:
+            self.has_met = True
             self._serve(channel)
 
     def _serve(self, channel: Channel) -> None:
@@ -179,7 +182,7 @@ class SendingLink:
     def _send_layer(self, channel: Channel, layer: WrittenLayer) -> None:
         block, store = layer.block, self._owner.store
         with block.io:
-            if block.is_dropped:
+            if block.is_dropped or block.link is not self:
                 return
             with channel.bulk.stream():
                 layer.wait()
@@ -192,14 +195,14 @@ class SendingLink:
 
     def _send_end(self, channel: Channel, block: Outgoing) -> None:
         assert block.refreshed is not None, f"{block.key} ends without its refresh"
-        if block.is_dropped:
+        if block.is_dropped or block.link is not self:
             return
         times = block.refreshed.times
         if block.started_s is not None:
             times = replace(times, transfer_start_s=block.started_s)
         refreshed = asdict(replace(block.refreshed, times=times))
         channel.send({"kind": "end", "key": asdict(block.key), "refreshed": refreshed})
-        self._owner.sent(block)
+        self._owner.sent(self, block)
 
 
 class ReceivingLink:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from dbench.serve.finished import FinishedRequests
 from dbench.serve.scheduler_records import SchedulerRules
-from dbench.serve.sequence import Request, Status, derive_request_seed
+from dbench.serve.sequence import BlockKey, Request, Status, derive_request_seed
 from dbench.serve.tracking import RequestShape, TrackedRequest
 from dbench.serve.wire import PollState, Submission
 
@@ -42,6 +42,13 @@ class Requests:
         self._num_submitted += 1
         tracked = TrackedRequest(request, shape, self._num_submitted, array("i", prompt), ready_s=now_s)
         self.running[request.request_id] = tracked
+        return tracked
+
+    def held_by(self, worker_id: int, key: BlockKey) -> TrackedRequest | None:
+        """The request whose current attempt this is, on this worker; None for anything late or foreign."""
+        tracked = self.running.get(key.request_id)
+        if tracked is None or worker_id not in tracked.holder_ids or tracked.key != key:
+            return None
         return tracked
 
     def poll(self, request_id: str) -> PollState | None:

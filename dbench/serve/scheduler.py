@@ -12,7 +12,6 @@ until the second has begun with it. Whatever one of them reports, the attempt en
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 
 from dbench.errors import QueueFullError, ServerUnavailable
 from dbench.events import (
@@ -30,11 +29,12 @@ from dbench.events import (
 )
 from dbench.serve.backlog import Backlog
 from dbench.serve.block_ends import Problem, block_finished, problem_of
+from dbench.serve.block_pairs import has_begun_elsewhere, judged, may_go_on, pair, part_from_decoder
 from dbench.serve.fleet import SCHEDULER, Assignment, Fleet, Worker, WorkerPhase
 from dbench.serve.placement import Placement, Placer
 from dbench.serve.requests import Requests
 from dbench.serve.scheduler_records import SchedulerOutput, SchedulerRules
-from dbench.serve.sequence import BlockEnd, BlockKey, BlockOutcome, Fault, Status
+from dbench.serve.sequence import BlockEnd, BlockKey, BlockOutcome, Fault, HandedOver, Status
 from dbench.serve.tracking import TrackedRequest
 from dbench.serve.validation import check_submission
 from dbench.serve.wire import NOT_FOUND, PollState, Submission
@@ -44,7 +44,6 @@ from dbench.serve.wire_link import (
     EngineProgress,
     Hello,
     Ready,
-    ReserveBlock,
     RunBlock,
     SendBlock,
 )
@@ -60,7 +59,7 @@ class Scheduler:
         self._requests = Requests(rules, new_id)
         self._pending = Backlog()
         self._decode_ready = Backlog()
-        """Refreshed, and nobody has room to decode it."""
+        """Nobody is to decode it yet, and its refresh has ended, or it has lost whoever was to."""
         self._last_depth = (0, 0, 0)
         self._output = SchedulerOutput()
 
@@ -208,8 +207,8 @@ class Scheduler:
             self._send_block(worker, key)
         for key in progress.refreshed:
             self._note_refreshed(worker, key)
-        for key in progress.handed_over:
-            self._hand_over(worker, key)
+        for sent in progress.handed_over:
+            self._hand_over(worker, sent, now_s)
         for end in progress.ended:
             self._end_block(worker, end, now_s)
         self._settle(now_s)
@@ -218,7 +217,7 @@ class Scheduler:
 
     def _end_block(self, worker: Worker, end: BlockEnd, now_s: float) -> None:
         """The first of a block's workers to report its end ends it for the other too."""
-        tracked = self._current(worker, end.key)
+        tracked = self._requests.held_by(worker.worker_id, end.key)
         assignment = worker.release(end.key)
         if assignment is None:
             return
@@ -246,12 +245,18 @@ class Scheduler:
             self._retry(tracked, culprit.worker_id, problem, now_s)
 
     def _lose_block(self, worker: Worker, end: BlockEnd, now_s: float) -> None:
-        """End a block of a lost worker, unless that had sent its KV to one that decodes it already."""
-        tracked = self._current(worker, end.key)
-        if tracked is not None and tracked.worker_id != worker.worker_id and tracked.status is Status.DECODING:
-            self._hand_over(worker, end.key)
-        else:
+        """End a block of a lost worker, unless the other one that holds it can go on with it."""
+        tracked = self._requests.held_by(worker.worker_id, end.key)
+        if tracked is None:
             self._end_block(worker, end, now_s)
+        elif has_begun_elsewhere(tracked, worker):
+            worker.release(end.key)
+            tracked.refresher_id = None
+        elif may_go_on(tracked, worker):
+            part_from_decoder(tracked, worker, self.fleet, end.error)
+            self._decode_ready.add(tracked)
+        else:
+            self._end_block(worker, judged(end, tracked, worker), now_s)
 
     def _advance(self, tracked: TrackedRequest, end: BlockEnd, now_s: float) -> None:
         tracked.append_block(end.token_ids, len(end.steps))
@@ -320,20 +325,11 @@ class Scheduler:
     # ---- blocks with two workers ----
 
     def _reserve(self, tracked: TrackedRequest, decoder: Worker) -> None:
-        """Let a worker take pages for a block that another one refreshes."""
-        assert tracked.refresher_id is not None, f"{tracked.key} has nobody who refreshes it"
-        refresher = self.fleet[tracked.refresher_id]
-        given = refresher.assignments[tracked.key]
-        given.partner_id = decoder.worker_id
-        given.epoch = self.fleet.links.of(refresher.worker_id, decoder.worker_id)
-        decoder.assign(tracked.key, replace(given, prefill_tokens=0, partner_id=refresher.worker_id))
-        tracked.worker_id = decoder.worker_id
-        command = ReserveBlock(tracked.task(), refresher.worker_id, given.epoch)
-        self._output.commands.append((decoder.worker_id, command))
+        self._output.commands.append((decoder.worker_id, pair(tracked, decoder, self.fleet)))
 
     def _send_block(self, decoder: Worker, key: BlockKey) -> None:
         """The worker that decodes a block has taken pages for it."""
-        tracked = self._current(decoder, key)
+        tracked = self._requests.held_by(decoder.worker_id, key)
         if tracked is not None and tracked.refresher_id is not None:
             command = SendBlock(key, decoder.worker_id, decoder.assignments[key].epoch)
             self._output.commands.append((tracked.refresher_id, command))
@@ -342,20 +338,24 @@ class Scheduler:
         """A refresh has ended with masks left; or the KV of one has arrived, and its decode steps begin."""
         if self.fleet.is_hybrid:
             worker.refresh_ended(key)
-        tracked = self._current(worker, key)
+        tracked = self._requests.held_by(worker.worker_id, key)
         if tracked is None:
             return
         if worker.worker_id == tracked.worker_id:
             tracked.status = Status.DECODING
         elif tracked.status is not Status.DECODING:
             tracked.status = Status.WAITING_DECODE
-            if tracked.worker_id is None:
+            if tracked.worker_id is None and tracked not in self._decode_ready:
                 self._decode_ready.add(tracked)
 
-    def _hand_over(self, refresher: Worker, key: BlockKey) -> None:
-        """The KV of a block is at the worker that decodes it."""
-        tracked = self._current(refresher, key)
-        refresher.release(key)
+    def _hand_over(self, refresher: Worker, sent: HandedOver, now_s: float) -> None:
+        """The KV of a block is at the worker that decodes it, or at one that may have begun to, and is lost."""
+        tracked = self._requests.held_by(refresher.worker_id, sent.key)
+        if tracked is not None and refresher.assignments[sent.key].epoch != sent.epoch:
+            loss = BlockEnd.without_steps(sent.key, BlockOutcome.FAILED, tracked.last_loss, Fault.WORKER)
+            self._end_block(refresher, loss, now_s)
+            return
+        refresher.release(sent.key)
         if tracked is not None:
             tracked.refresher_id = None
 
@@ -382,13 +382,6 @@ class Scheduler:
                 now_s, SCHEDULER, request_id, status.value, tracked.num_gen_tokens, tracked.num_forward_passes, error
             )
         )
-
-    def _current(self, worker: Worker, key: BlockKey) -> TrackedRequest | None:
-        """The request whose current attempt this is, on this worker; None for anything late or foreign."""
-        tracked = self._requests.running.get(key.request_id)
-        if tracked is None or worker.worker_id not in tracked.holder_ids or tracked.key != key:
-            return None
-        return tracked
 
     def _no_worker_left(self) -> str:
         hint = "start one with 'dbench worker'" if self.fleet.takes_remote else "restart the server"

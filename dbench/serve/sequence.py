@@ -211,6 +211,15 @@ class BlockStep:
     num_unmasked: int
 
 
+@dataclass(frozen=True, slots=True)
+class HandedOver:
+    """The KV of a block has been sent, and its pages are free where it was refreshed."""
+
+    key: BlockKey
+    epoch: int
+    """Of the link that it went over."""
+
+
 class BlockOutcome(StrEnum):
     DONE = "done"
     FAILED = "failed"
@@ -233,7 +242,7 @@ class Fault(StrEnum):
     LINK = "link"
     """That of a link which had broken before the block was to go over it."""
     NOBODY = "nobody"
-    """Its worker was drained and handed it back."""
+    """Its worker was drained and handed it back, or was lost when its part was done."""
 
     @property
     def ends_link(self) -> bool:

@@ -51,6 +51,10 @@ class TrackedRequest:
     """The worker that all its blocks go to."""
     avoid_worker_id: int | None = None
     """Who failed its block last."""
+    num_forgiven_losses: int = 0
+    """Losses of workers that cannot have been its block's fault."""
+    last_loss: str = ""
+    """Of a worker that was to decode its block, in words."""
     block_ends: list[int] = field(default_factory=list)
     """Length of `tokens` after each finished block."""
     num_forward_passes: int = 0
@@ -96,7 +100,7 @@ class TrackedRequest:
         self.block_ends.append(len(self.tokens))
         self.num_forward_passes += num_forward_passes
         self.block_index += 1
-        self.attempt = self.num_failures = 0
+        self.attempt = self.num_failures = self.num_forgiven_losses = 0
         self.alone = False
         self.avoid_worker_id = None
 

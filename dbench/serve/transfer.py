@@ -1,8 +1,9 @@
 """KV pages on their way from one worker to another, layer by layer while the refresh still runs.
 
 Blocks go over links (kv_links.py). Those that the receiver does not expect, or no longer, are read and thrown away.
-A link that fails takes the blocks with it that were to go over it, at both ends, and nothing else; the scheduler
-gives the pair of workers a new epoch.
+A link that fails takes the blocks with it that were to come over it; the scheduler gives the pair of workers a new
+epoch. Where they were refreshed they stay, whole, until they are dropped, or sent to another receiver. Only a link
+whose ends have never met fails there too: its receiver may know nothing of that.
 """
 
 from __future__ import annotations
@@ -68,7 +69,10 @@ class Transfer:
             self._outgoing[key] = Outgoing(key)
 
     def send(self, key: BlockKey, receiver_id: int, epoch: int) -> None:
-        """A block's receiver has pages: send what is written, and the rest as it comes. Nothing for unknown keys."""
+        """A block's receiver has pages: send what is written, and the rest as it comes. Nothing for unknown keys.
+
+        If it was told of another one before, which is lost, everything goes to this one.
+        """
         with self._lock:
             block = self._outgoing.get(key)
             if block is None:
@@ -77,9 +81,9 @@ class Transfer:
                 self._sending[epoch] = SendingLink(self, receiver_id, epoch)
                 self._sending[epoch].start()
             block.link = link = self._sending[epoch]
+            block.started_s = None
             for layer in block.written:
                 link.jobs.put(layer)
-            block.written.clear()
             if block.refreshed is not None:
                 link.jobs.put(Finished(block))
             if link.broken:
@@ -96,9 +100,8 @@ class Transfer:
                 if block is None:
                     continue
                 job = WrittenLayer(block, layer, wait)
-                if block.link is None:
-                    block.written.append(job)
-                else:
+                block.written.append(job)
+                if block.link is not None:
                     block.link.jobs.put(job)
 
     # ---- for the engine ----
@@ -112,7 +115,7 @@ class Transfer:
     def finish(self, slot: int, refreshed: Refreshed) -> None:
         with self._lock:
             block = self._by_slot.pop(slot, None)
-            if block is None:  # its link has failed, and the engine is about to hear of it
+            if block is None:  # it could not be sent, and the engine is about to hear of it
                 return
             block.refreshed = refreshed
             if block.link is not None:
@@ -168,12 +171,12 @@ class Transfer:
         with self._writing:
             return any(block.epoch == epoch for block in self._incoming.values())
 
-    def sent(self, block: Outgoing) -> None:
-        """Its END is out: nothing of it is needed here any more."""
+    def sent(self, link: SendingLink, block: Outgoing) -> None:
+        """Its END is out: nothing of it is needed here any more, unless it goes to another receiver since."""
         with self._lock:
-            is_known = self._forget_outgoing(block.key) is not None
-        if is_known:
-            self._tell(KvSent(block.key))
+            is_over = block.link is link and self._forget_outgoing(block.key) is not None
+        if is_over:
+            self._tell(KvSent(block.key, link.epoch))
 
     def write(self, key: BlockKey, layer: int, data: Tensor, bulk: Bulk) -> None:
         num_pages = data.numel() // self._store.page_bytes
@@ -194,7 +197,10 @@ class Transfer:
     def sending_failed(self, link: SendingLink, reason: str) -> None:
         with self._lock:
             link.broken = reason  # blocks that are to go over it from now on find it
-            keys = [block.key for block in self._outgoing.values() if block.link is link]
+            blocks = [block for block in self._outgoing.values() if block.link is link]
+            for block in blocks:
+                block.link = None
+            keys = [] if link.has_met else [block.key for block in blocks]
             for key in keys:
                 self._forget_outgoing(key)
         for key in keys:

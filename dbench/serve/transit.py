@@ -41,6 +41,8 @@ class KvSent:
     """A block's KV has been sent."""
 
     key: BlockKey
+    epoch: int
+    """Of the link that it went over."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,6 +23,7 @@ from dbench.serve.sequence import (
     BlockTask,
     BlockTimes,
     Fault,
+    HandedOver,
     RefreshTimes,
 )
 from dbench.serve.wire import sampling_from_message, sampling_to_message
@@ -71,7 +72,7 @@ class EngineProgress:
     """How long the next iteration has been running; None when none runs."""
     reserved: tuple[BlockKey, ...] = ()
     """Blocks for which pages were taken."""
-    handed_over: tuple[BlockKey, ...] = ()
+    handed_over: tuple[HandedOver, ...] = ()
     """Blocks whose KV has been sent and whose pages are free."""
 
 
@@ -172,7 +173,9 @@ def worker_message_to_message(record: WorkerMessage) -> pb.WorkerMessage:
                     event_json=record.event_lines,
                     iteration_age_s=record.iteration_age_s,
                     reserved=[_key_to_message(key) for key in record.reserved],
-                    handed_over=[_key_to_message(key) for key in record.handed_over],
+                    handed_over=[
+                        pb.HandedOver(key=_key_to_message(sent.key), epoch=sent.epoch) for sent in record.handed_over
+                    ],
                 )
             )
         case Fatal(error):
@@ -198,7 +201,7 @@ def worker_message_from_message(message: pb.WorkerMessage) -> WorkerMessage:
                 event_lines=tuple(progress.event_json),
                 iteration_age_s=progress.iteration_age_s if progress.HasField("iteration_age_s") else None,
                 reserved=tuple(_key_from_message(key) for key in progress.reserved),
-                handed_over=tuple(_key_from_message(key) for key in progress.handed_over),
+                handed_over=tuple(HandedOver(_key_from_message(sent.key), sent.epoch) for sent in progress.handed_over),
             )
         case "fatal":
             return Fatal(message.fatal)

@@ -27,7 +27,7 @@ from dbench.serve.engine_state import StepReport
 from dbench.serve.handover import WorkerConfig
 from dbench.serve.pages import PagePool
 from dbench.serve.runner import Runner
-from dbench.serve.sequence import BlockEnd, BlockKey, BlockOutcome, BlockTask, Fault
+from dbench.serve.sequence import BlockEnd, BlockKey, BlockOutcome, BlockTask, Fault, HandedOver
 from dbench.serve.transit import KvArrived, KvFailed, KvSent
 from dbench.serve.wire_link import CancelBlock, Drain, Fatal, Hello, Ready, ReserveBlock, SendBlock, Welcome
 from dbench.serve.worker_stream import BlockArrived, Incoming, Report, StreamEnded, WorkerStream
@@ -114,8 +114,8 @@ class WorkerLoop:
                     self._engine.cancel(key)
                 case KvArrived(key, refreshed, at_s):
                     self._engine.arrive(key, refreshed, at_s)
-                case KvSent(key):
-                    self._engine.hand_over(key)
+                case KvSent(key, epoch):
+                    self._engine.hand_over(HandedOver(key, epoch))
                 case KvFailed():
                     self._engine.transfer_failed(command)
                 case Drain():

@@ -21,7 +21,7 @@ from dbench.errors import one_line
 from dbench.events import Event, event_to_json
 from dbench.serve.proto import dbench_pb2 as pb
 from dbench.serve.proto.dbench_pb2_grpc import WorkerLinkStub
-from dbench.serve.sequence import BlockEnd, BlockKey, BlockTask
+from dbench.serve.sequence import BlockEnd, BlockKey, BlockTask, HandedOver
 from dbench.serve.transit import KvNews
 from dbench.serve.wire import MAX_MESSAGE_BYTES
 from dbench.serve.wire_link import (
@@ -102,7 +102,7 @@ class Report:
     ended: tuple[BlockEnd, ...]
     events: tuple[Event, ...]
     reserved: tuple[BlockKey, ...] = ()
-    handed_over: tuple[BlockKey, ...] = ()
+    handed_over: tuple[HandedOver, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

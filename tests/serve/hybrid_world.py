@@ -15,7 +15,7 @@ from dbench.serve.engine_state import EngineLimits
 from dbench.serve.fake_runner import NUM_LAYERS, FakeScript, ManualClock
 from dbench.serve.fleet import WorkerPhase
 from dbench.serve.pages import PagePool
-from dbench.serve.sequence import BlockEnd, BlockKey, BlockTask, Refreshed
+from dbench.serve.sequence import BlockEnd, BlockKey, BlockTask, HandedOver, Refreshed
 from dbench.serve.tracking import TrackedRequest
 from dbench.serve.transit import KvArrived, KvFailed, KvNews, KvSent
 from dbench.serve.wire import Submission
@@ -66,9 +66,14 @@ class Wire:
 
     def send(self, key: BlockKey, receiver_id: int, epoch: int) -> None:
         block = self.outgoing.get(key)
-        if block is not None:
-            block.target = (receiver_id, epoch)
-            self._send(block)
+        if block is None:
+            return
+        if epoch in self.world.broken:
+            self.drop(key)
+            self.world.tell(self.worker_id, KvFailed(key, "the link is broken", was_broken=True))
+            return
+        block.target = (receiver_id, epoch)
+        self._send(block)
 
     def expect(self, key: BlockKey, sender_id: int, epoch: int, pages: tuple[int, ...]) -> None:
         taken = {page for *_, others in self.expected.values() for page in others}
@@ -90,10 +95,11 @@ class Wire:
         receiver_id, epoch = block.target
         del self.outgoing[block.key]
         if epoch in self.world.broken:
-            self.world.tell(self.worker_id, KvFailed(block.key, "the link is broken"))
+            block.target = None
+            self.outgoing[block.key] = block  # its receiver will be heard of, or lost
             return
         self.world.mail.append((self.worker_id, receiver_id, epoch, block.key, block.refreshed))
-        self.world.tell(self.worker_id, KvSent(block.key))
+        self.world.tell(self.worker_id, KvSent(block.key, epoch))
 
 
 @dataclass
@@ -274,7 +280,9 @@ class World:
                 continue
             wire = worker.wire
             failed = [key for key, (_, own, _) in wire.expected.items() if own == epoch]
-            failed += [b.key for b in wire.outgoing.values() if b.target is not None and b.target[1] == epoch]
+            for block in wire.outgoing.values():
+                if block.target is not None and block.target[1] == epoch:
+                    block.target = None
             for key in failed:
                 wire.drop(key)
                 self.tell(worker_id, KvFailed(key, "the link broke"))
@@ -308,8 +316,8 @@ class World:
                 engine.cancel(key)
             case KvArrived(key, refreshed, at_s):
                 engine.arrive(key, refreshed, at_s)
-            case KvSent(key):
-                engine.hand_over(key)
+            case KvSent(key, epoch):
+                engine.hand_over(HandedOver(key, epoch))
             case KvFailed():
                 engine.transfer_failed(item)
             case _:

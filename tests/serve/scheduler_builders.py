@@ -25,6 +25,7 @@ from dbench.serve.sequence import (
     BlockTask,
     BlockTimes,
     Fault,
+    HandedOver,
     Request,
     SamplingParameters,
 )
@@ -185,11 +186,17 @@ class Rig:
         worker_now_s: float | None = None,
         iteration_age_s: float | None = None,
         reserved: tuple[BlockKey, ...] = (),
-        handed_over: tuple[BlockKey, ...] = (),
+        handed_over: tuple[BlockKey | HandedOver, ...] = (),
     ) -> None:
+        """Blocks that are handed over by their key went over the worker's present link for them."""
         worker_now_s = self.now_s if worker_now_s is None else worker_now_s
+        given = self.fleet[worker_id].assignments
+        sent = tuple(
+            key if isinstance(key, HandedOver) else HandedOver(key, given[key].epoch if key in given else 0)
+            for key in handed_over
+        )
         message = EngineProgress(
-            worker_now_s, 1, refreshed, ended, lines, iteration_age_s, reserved=reserved, handed_over=handed_over
+            worker_now_s, 1, refreshed, ended, lines, iteration_age_s, reserved=reserved, handed_over=sent
         )
         self.scheduler.progress(worker_id, message, self.now_s)
         self.take()

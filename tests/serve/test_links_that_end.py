@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -15,8 +16,20 @@ from torch import Tensor
 
 from dbench.serve.channel import RECEIVER, Bulk, MeetingPoint, meet
 from dbench.serve.meeting import Meeting
-from dbench.serve.transit import KvSent
-from tests.serve.test_transfer import CPU, EPOCHS, KEY, LONG_S, End
+from dbench.serve.transit import KvArrived, KvSent
+from tests.serve.test_transfer import (
+    CPU,
+    EPOCHS,
+    KEY,
+    LONG_S,
+    OTHER,
+    STOPPED_S,
+    End,
+    peer_process,
+    refreshed,
+    same,
+    wait_for_word,
+)
 
 
 @pytest.fixture
@@ -94,8 +107,53 @@ def test_a_sender_hangs_up_when_its_receiver_has_read_everything(address: str) -
     thread = threading.Thread(target=receive_slowly)
     thread.start()
     sender.send_whole(KEY, 1, epoch)
-    assert sender.next() == KvSent(KEY)
+    assert sender.next() == KvSent(KEY, epoch)
     sender.transfer.close()
     order.append("hung up")
     thread.join()
     assert order == ["layer"] * sender.kv.num_layers + ["end", "bye", "read", "hung up"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+def test_a_block_whose_receiver_dies_or_stops_can_be_sent_to_another(address: str, number: signal.Signals) -> None:
+    sender, epoch = End(0, address, STOPPED_S if number is signal.SIGSTOP else LONG_S, 0), next(EPOCHS)
+    with peer_process(address, epoch, "receive") as process:
+        for slot, key in enumerate((KEY, OTHER)):
+            sender.transfer.announce(key)
+            sender.transfer.begin(slot, key, (2,))
+            sender.transfer.send(key, 1, epoch)
+        sender.write_layers(0, end=1)
+        wait_for_word(process, "here")
+        process.send_signal(number)
+        if number is signal.SIGKILL:
+            process.wait()
+        sender.transfer.layer_written((1,) * 20_000, 0, lambda: None)  # more than the sockets hold
+        wait_for_end_of("kv-to-1")
+    assert not sender.has_news
+    again, receiver = next(EPOCHS), End(2, address, LONG_S, 1)
+    receiver.transfer.expect(KEY, 0, again, (3,))
+    sender.transfer.send(KEY, 2, again)
+    sender.write_layers(0, first=1)
+    sender.transfer.finish(0, refreshed(1))
+    assert isinstance(receiver.next(), KvArrived)
+    assert sender.next() == KvSent(KEY, again)
+    assert same(sender.pages((2,)), receiver.pages((3,)))
+    sender.transfer.close()
+
+
+def test_a_block_goes_to_another_receiver_while_the_first_is_still_awaited(address: str) -> None:
+    sender, receiver = End(0, address, LONG_S, 0), End(2, address, LONG_S, 1)
+    again = next(EPOCHS)
+    sender.send_whole(KEY, 1, next(EPOCHS))
+    receiver.transfer.expect(KEY, 0, again, (3,))
+    sender.transfer.send(KEY, 2, again)
+    assert isinstance(receiver.next(), KvArrived)
+    assert sender.next() == KvSent(KEY, again)
+    receiver.transfer.close()
+
+
+def wait_for_end_of(thread: str) -> None:
+    late_s = time.monotonic() + LONG_S
+    while thread in (running.name for running in threading.enumerate()):
+        assert time.monotonic() < late_s, f"{thread} goes on"
+        time.sleep(0.01)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import pytest
 
 from dbench.events import BlockFinished, SchedulerDepth
+from dbench.serve.block_pairs import MAX_FORGIVEN_LOSSES
 from dbench.serve.sequence import (
-    BlockKey,
     Fault,
+    HandedOver,
     Status,
 )
-from dbench.serve.wire_link import CancelBlock, ReserveBlock
+from dbench.serve.tracking import TrackedRequest
+from dbench.serve.wire_link import CancelBlock, ReserveBlock, SendBlock
 from tests.serve.scheduler_builders import cancelled, failed
 from tests.serve.test_scheduler_hybrid import decoded, free_pages, hand_over, hybrid_rig, sent_to, tokens
 
@@ -23,6 +25,11 @@ def test_requests_end_when_a_needed_kind_of_worker_is_gone(lost: tuple[int, ...]
         rig.lose(worker_id)
     assert [tracked.status for tracked in requests] == [Status.ERROR] * 2
     assert "no worker is left" in requests[0].error
+
+
+def receiver_of(tracked: TrackedRequest) -> int:
+    assert tracked.worker_id is not None
+    return tracked.worker_id
 
 
 # ---- failures -----------------------------------------------------------------------------------
@@ -46,15 +53,101 @@ def test_a_lost_sender_restarts_the_block_and_its_receiver_drops_it() -> None:
     assert [(event.attempt, event.outcome) for event in rig.of(BlockFinished)] == [(0, "failed"), (1, "done")]
 
 
-def test_a_lost_receiver_restarts_the_block_and_its_sender_drops_it() -> None:
+@pytest.mark.parametrize("num_messages", range(3))
+def test_a_block_that_loses_its_receiver_is_sent_to_another_from_where_it_is_and_it_costs_no_retry(
+    num_messages: int,
+) -> None:
+    rig = hybrid_rig(retries=0)
+    tracked = tokens(rig, 20)
+    task, lost = rig.last_task()[1], receiver_of(tracked)
+    for worker_id, given in ((lost, "reserved"), (0, "refreshed"))[:num_messages]:
+        rig.progress(worker_id, **{given: (task.key,)})  # type: ignore[arg-type]
+    rig.lose(lost)
+    other = 3 - lost
+    assert receiver_of(tracked) == other
+    (reserve,) = [c for c in sent_to(rig, other) if isinstance(c, ReserveBlock)]
+    rig.progress(other, reserved=(task.key,))
+    assert sent_to(rig, 0)[-1] == SendBlock(task.key, other, reserve.epoch)
+    rig.progress(0, refreshed=(task.key,))
+    assert tracked.status.value == "WAITING_DECODE"
+    rig.progress(0, handed_over=(task.key,))
+    rig.progress(other, refreshed=(task.key,))
+    rig.progress(other, decoded(task))
+    assert tracked.status is Status.COMPLETED
+    assert len(list(rig.tasks())) == 1
+    assert [(event.attempt, event.outcome) for event in rig.of(BlockFinished)] == [(0, "done")]
+    assert free_pages(rig)[0] == 32
+
+
+def test_a_block_that_loses_its_only_receiver_waits_with_its_kv_for_the_next() -> None:
+    rig = hybrid_rig(num_colocated=1, retries=0)
+    rig.fleet.awaits_lost = True
+    tracked = tokens(rig, 20)
+    rig.progress(0, refreshed=(tracked.key,))
+    rig.lose(1)
+    assert (tracked.status, tracked.worker_id, tracked.refresher_id) == (Status.WAITING_DECODE, None, 0)
+    rig.restart(1)
+    rig.ready(1)
+    assert (tracked.attempt, tracked.worker_id) == (0, 1)
+
+
+def test_a_block_whose_receiver_is_lost_before_its_refresh_has_ended_needs_no_other_when_that_completes_it() -> None:
+    rig = hybrid_rig(num_colocated=1)
+    rig.fleet.awaits_lost = True
+    tracked = tokens(rig, 20)
+    rig.lose(1)
+    assert tracked.status.value == "PREFILLING"
+    rig.finish_block()
+    assert tracked.status is Status.COMPLETED
+    assert rig.of(SchedulerDepth)[-1].decode_ready_requests == 0
+
+
+def test_a_block_whose_kv_had_all_gone_to_a_lost_worker_is_restarted_and_its_next_receiver_drops_it() -> None:
     rig = hybrid_rig()
     tracked = tokens(rig, 20)
-    task, lost = rig.last_task()[1], tracked.worker_id
-    assert lost is not None
+    task, lost = rig.last_task()[1], receiver_of(tracked)
+    rig.progress(lost, reserved=(task.key,))
     rig.progress(0, refreshed=(task.key,))
+    sent = HandedOver(task.key, rig.fleet[0].assignments[task.key].epoch)
     rig.lose(lost)
-    assert (0, CancelBlock(task.key)) in rig.commands
-    assert (tracked.attempt, tracked.worker_id) == (1, 3 - lost)
+    rig.progress(3 - lost, reserved=(task.key,))
+    rig.progress(0, handed_over=(sent,))
+    assert (3 - lost, CancelBlock(task.key)) in rig.commands
+    assert (tracked.attempt, tracked.num_failures, tracked.refresher_id) == (1, 1, 0)
+
+
+def test_a_receiver_that_is_lost_after_decoding_has_begun_counts() -> None:
+    rig = hybrid_rig()
+    tracked = tokens(rig, 20)
+    lost = receiver_of(tracked)
+    hand_over(rig, tracked, decoder=lost)
+    rig.lose(lost)
+    assert (tracked.attempt, tracked.num_failures) == (1, 1)
+
+
+def test_a_sender_that_is_lost_when_its_refresh_has_ended_costs_no_retry() -> None:
+    rig = hybrid_rig(num_prefill=2, num_colocated=1, retries=0)
+    tracked = tokens(rig, 20)
+    assert tracked.refresher_id is not None
+    rig.progress(tracked.refresher_id, refreshed=(tracked.key,))
+    rig.lose(tracked.refresher_id)
+    assert (tracked.status, tracked.attempt, tracked.num_failures) == (Status.PREFILLING, 1, 0)
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_block_after_whose_refresh_workers_are_lost_again_and_again_ends(lost: int) -> None:
+    rig = hybrid_rig(num_colocated=1, retries=1, overflow=False)
+    rig.fleet.awaits_lost = True
+    tracked = tokens(rig, 20)
+    num_losses = 0
+    while not tracked.status.is_final:
+        rig.progress(0, refreshed=(tracked.key,))
+        rig.lose(lost)
+        num_losses += 1
+        rig.restart(lost)
+        rig.ready(lost)
+    assert num_losses == MAX_FORGIVEN_LOSSES + 2
+    assert tracked.error == f"block 0 failed 2 times, last on worker {lost}: worker {lost} was lost: its stream ended"
 
 
 def test_a_sender_that_is_lost_after_decoding_has_begun_does_no_harm() -> None:
@@ -132,6 +225,5 @@ def test_a_worker_that_starts_again_meets_the_others_anew() -> None:
     rig.lose(1)
     rig.restart(1)
     rig.ready(1)
-    rig.progress(0, refreshed=(BlockKey("r0", 0, 1),))
     epochs = [c.epoch for c in sent_to(rig, 1) if isinstance(c, ReserveBlock)]
     assert len(set(epochs)) == len(epochs) == 2

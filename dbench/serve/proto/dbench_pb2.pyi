@@ -367,8 +367,16 @@ class Progress(_message.Message):
     event_json: _containers.RepeatedScalarFieldContainer[str]
     iteration_age_s: float
     reserved: _containers.RepeatedCompositeFieldContainer[BlockKey]
-    handed_over: _containers.RepeatedCompositeFieldContainer[BlockKey]
-    def __init__(self, now_s: _Optional[float] = ..., iteration: _Optional[int] = ..., refreshed: _Optional[_Iterable[_Union[BlockKey, _Mapping]]] = ..., ended: _Optional[_Iterable[_Union[BlockEnd, _Mapping]]] = ..., event_json: _Optional[_Iterable[str]] = ..., iteration_age_s: _Optional[float] = ..., reserved: _Optional[_Iterable[_Union[BlockKey, _Mapping]]] = ..., handed_over: _Optional[_Iterable[_Union[BlockKey, _Mapping]]] = ...) -> None: ...
+    handed_over: _containers.RepeatedCompositeFieldContainer[HandedOver]
+    def __init__(self, now_s: _Optional[float] = ..., iteration: _Optional[int] = ..., refreshed: _Optional[_Iterable[_Union[BlockKey, _Mapping]]] = ..., ended: _Optional[_Iterable[_Union[BlockEnd, _Mapping]]] = ..., event_json: _Optional[_Iterable[str]] = ..., iteration_age_s: _Optional[float] = ..., reserved: _Optional[_Iterable[_Union[BlockKey, _Mapping]]] = ..., handed_over: _Optional[_Iterable[_Union[HandedOver, _Mapping]]] = ...) -> None: ...
+
+class HandedOver(_message.Message):
+    __slots__ = ("key", "epoch")
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    key: BlockKey
+    epoch: int
+    def __init__(self, key: _Optional[_Union[BlockKey, _Mapping]] = ..., epoch: _Optional[int] = ...) -> None: ...
 
 class BlockEnd(_message.Message):
     __slots__ = ("key", "outcome", "token_ids", "found_eos", "error", "times", "steps", "fault", "refreshed_elsewhere")
