@@ -30,6 +30,8 @@ SENDER, RECEIVER = 0, 1
 """Ranks."""
 NCCL_POLL_S = 0.0002
 STORE_POLL_S = 0.002
+IDLE_STORE_POLL_S = 0.05
+"""While nothing is to come: a server may have many pairs of workers of which most exchange nothing."""
 SENDER_IS_HERE = "sender is here"
 MAX_REASON = 200
 """Characters."""
@@ -201,12 +203,12 @@ def _await_sender(store: Any, timeout_s: float, is_wanted: Callable[[], bool]) -
     """Its address would be out of date if a receiver that was given up on had left its own first."""
     late_s = time.monotonic() + timeout_s
     while not _guarded(lambda: store.check([SENDER_IS_HERE])):
-        now_s = time.monotonic()
+        now_s, pause_s = time.monotonic(), STORE_POLL_S
         if not is_wanted():
-            late_s = now_s + timeout_s
+            late_s, pause_s = now_s + timeout_s, IDLE_STORE_POLL_S
         elif now_s > late_s:
             raise ChannelBroken(f"it did not come within {timeout_s:g} s")
-        time.sleep(STORE_POLL_S)
+        time.sleep(pause_s)
 
 
 def _own_address(host: str, port: int) -> str:

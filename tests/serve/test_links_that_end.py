@@ -8,12 +8,15 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from dbench.errors import ChannelBroken
+from dbench.serve import channel
 from dbench.serve.channel import RECEIVER, Bulk, MeetingPoint, meet
 from dbench.serve.meeting import Meeting
 from dbench.serve.transit import KvArrived, KvSent
@@ -38,6 +41,24 @@ def address() -> Iterator[str]:
     asyncio.run(meeting.start())
     yield meeting.address
     meeting.close()
+
+
+def test_a_receiver_looks_for_its_sender_seldom_while_nothing_is_to_come(
+    address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wishes, pauses = iter([True, False, False, True]), list[float]()
+
+    def is_wanted() -> bool:
+        for wish in wishes:
+            return wish
+        raise ChannelBroken("enough")
+
+    monkeypatch.setattr(channel, "time", SimpleNamespace(monotonic=time.monotonic, sleep=pauses.append))
+    with pytest.raises(ChannelBroken, match="enough"):
+        meet(MeetingPoint(address, LONG_S, CPU), f"kv-{next(EPOCHS)}", RECEIVER, is_wanted)
+    often, seldom = channel.STORE_POLL_S, channel.IDLE_STORE_POLL_S
+    assert pauses == [often, seldom, seldom, often]
+    assert seldom >= 10 * often
 
 
 class SlowDevice(Bulk):
@@ -92,17 +113,17 @@ def test_a_sender_hangs_up_when_its_receiver_has_read_everything(address: str) -
     sender, epoch = End(0, address, LONG_S, 0), next(EPOCHS)
 
     def receive_slowly() -> None:
-        channel = meet(MeetingPoint(address, LONG_S, CPU), f"kv-{epoch}", RECEIVER)
+        incoming = meet(MeetingPoint(address, LONG_S, CPU), f"kv-{epoch}", RECEIVER)
         header: dict[str, Any] = {}
         while header.get("kind") != "bye":
-            header = channel.receive()
+            header = incoming.receive()
             order.append(header["kind"])
             if header["kind"] == "layer":
-                channel.bulk.receive(torch.empty(sender.kv.page_bytes, dtype=torch.uint8))
+                incoming.bulk.receive(torch.empty(sender.kv.page_bytes, dtype=torch.uint8))
         time.sleep(0.2)
         order.append("read")
-        channel.send({"kind": "bye"})
-        channel.close()
+        incoming.send({"kind": "bye"})
+        incoming.close()
 
     thread = threading.Thread(target=receive_slowly)
     thread.start()
