@@ -20,8 +20,9 @@ from dbench.serve.client import Client
 from dbench.serve.launch import ServerProcess
 from dbench.serve.sequence import SamplingParameters
 from dbench.serve.wire import Accepted, PollState, Submission
+from tests.serve.leftovers import Household
 from tests.serve.process_builders import is_gone
-from tests.serve.remote_builders import WorkerProcess
+from tests.serve.remote_builders import ENVIRONMENT, WorkerProcess
 from tests.serve.server_builders import WORKER_KEY, events_of, eventually
 
 CONCURRENCY = 16
@@ -51,6 +52,10 @@ class Mode:
     num_local: int
     num_remote: int = 0
     """`dbench worker` processes that join, and that somebody starts again whenever one has ended."""
+
+    @property
+    def has_kv_links(self) -> bool:
+        return self.options.get("mode") == "hybrid"
 
 
 HYBRID: Mapping[str, object] = {
@@ -104,16 +109,15 @@ class Outcome:
     """Request id -> the last that its client heard; of those that went away, what a poll says."""
     kinds: dict[str, int] = field(default_factory=dict)
     gone_away: set[str] = field(default_factory=set)
-    processes: set[psutil.Process] = field(default_factory=set)
-    """All workers that were ever seen."""
     faults: Counter[Fault] = field(default_factory=Counter)
 
 
 class RemoteWorkers:
     """`with`: a number of `dbench worker` processes, as long as `keep` runs; they leave at the end."""
 
-    def __init__(self, address: str, folder: Path, number: int) -> None:
+    def __init__(self, address: str, folder: Path, number: int, temporary: Path) -> None:
         self._address = address
+        self._environment = {**ENVIRONMENT, "TMPDIR": str(temporary)}
         self._folder = folder
         self._number = number
         self._num_started = 0
@@ -147,16 +151,19 @@ class RemoteWorkers:
         while len(self._running) < self._number:
             self._num_started += 1
             log = self._folder / f"worker-{self._num_started}.log"
-            self._running.append(WorkerProcess(self._address, log))
+            self._running.append(WorkerProcess(self._address, log, environment=self._environment))
 
 
 class Chaos:
     """One run against a server and its workers."""
 
-    def __init__(self, server: ServerProcess, mode: Mode, remote: RemoteWorkers, draw: random.Random) -> None:
+    def __init__(
+        self, server: ServerProcess, mode: Mode, remote: RemoteWorkers, draw: random.Random, household: Household
+    ) -> None:
         self.outcome = Outcome()
         self._server = server
         self._remote = remote
+        self._household = household
         self._num_workers = mode.num_local + mode.num_remote
         self._draw = draw
         self._num_requests = 0
@@ -235,7 +242,7 @@ class Chaos:
             await asyncio.sleep(0.01)
             ready = {worker.pid for worker in (await client.status()).workers if worker.ready}
             workers = self._workers()
-            self.outcome.processes |= set(workers)
+            self._household.look()
             victims = [process for process in workers if fault is not Fault.STOP or process.pid in ready]
         victim = self._draw.choice(victims)
         self.outcome.faults[fault] += 1
@@ -254,7 +261,7 @@ class Chaos:
 
         async def is_calm() -> bool:
             status = await client.status()
-            self.outcome.processes |= set(self._workers())
+            self._household.look()
             is_idle = not any(worker.pages_used or worker.outstanding_prefill_tokens for worker in status.workers)
             return is_idle and sum(worker.ready for worker in status.workers) == self._num_workers
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import random
+from contextlib import suppress
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.serve.chaos import MODES, WORKER_TIMEOUT_S, Chaos, Mode, RemoteWorkers
-from tests.serve.process_builders import assert_all_end, family_of, launch
+from tests.serve.leftovers import Household
+from tests.serve.process_builders import launch, wait_for
 from tests.serve.remote_builders import is_bindable, names
 
 
@@ -30,10 +33,19 @@ def test_every_request_has_its_right_end_while_workers_die(
     )
 
     draw = random.Random(pytestconfig.getoption("chaos_seed"))
-    with server, RemoteWorkers(server.address, tmp_path, mode.num_remote) as remote:
-        family = family_of(server.pid)
-        chaos = Chaos(server, mode, remote, draw)
+    household = Household(folders[0])
+    with server, RemoteWorkers(server.address, tmp_path, mode.num_remote, folders[0]) as remote:
+        chaos = Chaos(server, mode, remote, draw, household)
         asyncio.run(chaos.run(pytestconfig.getoption("chaos_requests")))
-    assert_all_end([*family, *chaos.outcome.processes])
+        own = household.addresses[psutil.Process(server.pid)]
+    # where workers exchange KV, the server has the port at which they meet, and they have their own
+    assert server.address in own
+    assert len(own) == 1 + mode.has_kv_links
+    others = [addresses for process, addresses in household.addresses.items() if process.pid != server.pid]
+    assert any(others) is mode.has_kv_links
+    assert len(others) > mode.num_local + mode.num_remote  # others have come in the place of those that were killed
+    with suppress(AssertionError):  # what is left says more than that
+        wait_for(lambda: not household.left())
+    assert household.left() == []
     assert is_bindable(server.address)
-    assert [names(list(folder.iterdir())) for folder in folders] == [[], ["events.jsonl"]]
+    assert names(list(folders[1].iterdir())) == ["events.jsonl"]
