@@ -19,7 +19,7 @@ from dbench.errors import ChannelBroken
 from dbench.serve import channel
 from dbench.serve.channel import RECEIVER, Bulk, MeetingPoint, meet
 from dbench.serve.meeting import Meeting
-from dbench.serve.transit import KvArrived, KvSent
+from dbench.serve.transit import KvArrived, KvFailed, KvSent
 from tests.serve.test_transfer import (
     CPU,
     EPOCHS,
@@ -164,13 +164,18 @@ def test_a_block_whose_receiver_dies_or_stops_can_be_sent_to_another(address: st
 
 def test_a_block_goes_to_another_receiver_while_the_first_is_still_awaited(address: str) -> None:
     sender, receiver = End(0, address, LONG_S, 0), End(2, address, LONG_S, 1)
-    again = next(EPOCHS)
-    sender.send_whole(KEY, 1, next(EPOCHS))
+    first, again = next(EPOCHS), next(EPOCHS)
+    sender.send_whole(KEY, 1, first)
     receiver.transfer.expect(KEY, 0, again, (3,))
     sender.transfer.send(KEY, 2, again)
     assert isinstance(receiver.next(), KvArrived)
     assert sender.next() == KvSent(KEY, again)
-    receiver.transfer.close()
+    late = End(1, address, LONG_S, 2)
+    for key in (KEY, OTHER):
+        late.transfer.expect(key, 0, first, (4,))
+    sender.transfer.close()
+    assert all(isinstance(late.next(), KvFailed) for _ in (KEY, OTHER))
+    assert not sender.has_news
 
 
 def wait_for_end_of(thread: str) -> None:
