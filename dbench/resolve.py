@@ -28,6 +28,7 @@ from dbench.serve.families import (
 )
 from dbench.serve.routes import HYBRID_PREFILL_ROUTES, read_fast_pairs
 from dbench.serve.sequence import SamplingParameters
+from dbench.serve.tls import tls_fault
 from dbench.serve.tokenizer_files import WANTED_FILES, has_tokenizer
 
 logger = logging.getLogger(__name__)
@@ -267,7 +268,9 @@ def network(plan: ServePlan) -> ServePlan:
     if service.num_remote_workers and service.worker_key is None:
         wanted = "0, or a --worker-key with which they join (better as the variable DBENCH_WORKER_KEY)"
         raise plan.refused("num_remote_workers", service.num_remote_workers, wanted)
-    fault = address_fault(service) or (meeting_fault(service) if plan.engine.mode == HYBRID else None)
+    fault = tls_fault(service) or address_fault(service)
+    if fault is None and plan.engine.mode == HYBRID:
+        fault = meeting_fault(service)
     if fault is not None:
         raise plan.refused(fault.option, fault.got, fault.wanted)
     return plan

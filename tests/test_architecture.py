@@ -44,6 +44,7 @@ LAYERS = {
     "dbench.serve": 0,
     "dbench.serve.sequence": 1,
     "dbench.serve.address": 1,
+    "dbench.serve.tls": 1,
     "dbench.serve.policy": 1,
     "dbench.serve.routes": 1,
     "dbench.serve.pages": 1,

@@ -28,6 +28,7 @@ SECTIONS = COMMAND_SECTIONS["search-capacity"]
 
 SET_BY_THE_SEARCH = {
     "server": "a search starts its own servers",
+    "tls_ca": "a search starts its own servers, which have no TLS",
     "qps": "the rate is what is searched; give start_qps or qps_list",
     "concurrency": "a search offers rates, not a closed loop",
 }

@@ -12,10 +12,10 @@ from dbench.options import ServiceOptions
 
 @dataclass(frozen=True, slots=True)
 class AddressFault:
-    """Why an address cannot be served at."""
+    """Why a server cannot be reached as its options say."""
 
     option: str
-    """host, scheduler_port, master_addr or master_port."""
+    """The one at fault."""
     got: str
     wanted: str
 
@@ -27,10 +27,9 @@ class AddressFault:
 def address_fault(service: ServiceOptions) -> AddressFault | None:
     """What stands against the address of these options at this moment, or None."""
     host, port = service.host, service.scheduler_port
-    if not is_loopback(host) and not service.allow_insecure_bind:
-        return AddressFault(
-            "host", repr(host), "a loopback address such as 127.0.0.1, or --allow-insecure-bind to serve without TLS"
-        )
+    if not is_loopback(host) and service.tls_cert is None and not service.allow_insecure_bind:
+        wanted = "a loopback address such as 127.0.0.1, or --tls-cert, or --allow-insecure-bind to serve without TLS"
+        return AddressFault("host", repr(host), wanted)
     return _bind_fault("host", host, "scheduler_port", port)
 
 
@@ -38,9 +37,8 @@ def meeting_fault(service: ServiceOptions) -> AddressFault | None:
     """The same for the address at which workers that exchange KV meet; it has no key of its own."""
     host, port = service.master_addr, service.master_port
     if not is_loopback(host) and not service.allow_insecure_bind:
-        return AddressFault(
-            "master_addr", repr(host), "a loopback address such as 127.0.0.1, or --allow-insecure-bind for any other"
-        )
+        wanted = "a loopback address such as 127.0.0.1, or --allow-insecure-bind: KV goes without TLS, always"
+        return AddressFault("master_addr", repr(host), wanted)
     if service.worker_key is not None and not is_loopback(service.host) and not _is_reachable(host):
         wanted = "the address at which the workers of other hosts that may join reach this machine"
         return AddressFault("master_addr", repr(host), wanted)

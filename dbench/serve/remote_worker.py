@@ -70,6 +70,8 @@ class RemoteWorkerConfig:
     drain_timeout_s: float
     reconnect_timeout_s: float
     """0: for ever."""
+    tls_ca: str | None = None
+    """File with the certificates to trust; None: no TLS."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +173,7 @@ class RemoteWorker:
             host=socket.gethostname(),
             instance=self._instance,
         )
-        stream = WorkerStream(config.scheduler, hello)
+        stream = WorkerStream(config.scheduler, hello, config.tls_ca)
         stream.start()
         was_ready = False
         try:
