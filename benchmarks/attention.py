@@ -132,7 +132,7 @@ def flashinfer_kernel(work: Workload, backend: str, out: Tensor) -> Callable[[in
 
 def tilings(shape: Shape, num_spans: int) -> list[Tiling]:
     if shape.heads == shape.kv_heads:
-        cuts = [(32, n, warps, 3) for n in (64, 128) for warps in (4, 8)]
+        cuts = [(32, n, 4, stages) for n in (64, 128) for stages in (2, 3, 4)]
         chunks = [c for c in (1, 2, 4, 8, 12, 16) if c * num_spans <= 16]
     else:
         cuts = [(m, n, warps, 3) for m, n, warps in DREAM_CUTS]

@@ -41,10 +41,10 @@ MAX_TOKENS = 4096
 MAX_BATCH_SIZE = 128
 GRAPH_SIZES = (1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64)
 KEYS = 2752
-STEP_BATCHES = (1, 8, 32, 64)
+STEP_BATCHES = (1, 8, 20, 32, 64)
 COSTED_REFRESHES = ((0, 0), (512, 512), (1024, 1024), (2048, 2048), (4096, 1024), (4096, 4096))
 """(packed tokens, length of each refresh)"""
-REFRESHES: tuple[tuple[int, ...], ...] = ((512,), (1024,), (2752,), (4096,), (1024, 1024, 1024, 1024))
+REFRESHES: tuple[tuple[int, ...], ...] = ((256,), (512,), (1024,), (2752,), (4096,), (1024, 1024, 1024, 1024))
 
 
 @dataclass(slots=True)

@@ -9,10 +9,13 @@ from dbench.option_fields import option
 COLOCATED = "colocated"
 HYBRID = "hybrid"
 MODES = (COLOCATED, HYBRID)
+PREFILL = "prefill"
+"""The kind of a worker that only refreshes, in hybrid mode; all others are COLOCATED: they do both."""
+WORKER_KINDS = (COLOCATED, PREFILL)
 DEVICE_OPTIONS = {COLOCATED: ("gpus",), HYBRID: ("prefill_gpus", "hybrid_colocated_gpus")}
 """mode -> the options that name its workers' devices, in the order of the workers' numbers."""
 NO_DEVICE = "none"
-"""The value of gpus for a server whose workers all come from elsewhere."""
+"""The value of a list of devices where all workers of that kind come from elsewhere."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,10 +44,18 @@ class EngineOptions:
         mode=COLOCATED,
     )
     prefill_gpus: str | None = option(
-        None, "Devices of the workers that only refresh, as in gpus.", panel="Core", auto="none", mode=HYBRID
+        None,
+        "Devices of the workers that only refresh, as in gpus.",
+        panel="Core",
+        auto="none, with num_remote_prefill_workers",
+        mode=HYBRID,
     )
     hybrid_colocated_gpus: str | None = option(
-        None, "Devices of the workers that decode, as in gpus.", panel="Core", auto="none", mode=HYBRID
+        None,
+        "Devices of the workers that decode, as in gpus.",
+        panel="Core",
+        auto="none, with num_remote_workers",
+        mode=HYBRID,
     )
     max_batch_size: int = option(128, "Sequences that one worker decodes at a time.", panel="Core", minimum=1)
     block_length: int = option(32, "Consecutive positions decoded together.", panel="Core", minimum=1, maximum=1024)
@@ -161,7 +172,9 @@ class EngineOptions:
     gpu_memory_utilization: float = option(
         0.9, "Share of a CUDA device's memory that a worker may take.", panel="KV", above=0, maximum=1
     )
-    enable_cuda_graphs: bool = option(True, "Capture decode steps once and replay them.", panel="CUDA graphs")
+    enable_cuda_graphs: bool = option(
+        True, "Capture decode steps and short passes once and replay them.", panel="CUDA graphs"
+    )
     cuda_graph_batch_sizes: str = option(
         "1,2,4,8,16,24,32,40,48,56,64",
         "Numbers of decoding sequences that are captured; a batch is padded to the next one. Those above "
@@ -212,6 +225,6 @@ class EngineOptions:
 
     @property
     def num_workers(self) -> int:
-        """Once the devices are resolved."""
+        """Of this machine, once the devices are resolved."""
         lists = (self.prefill_gpus, self.hybrid_colocated_gpus) if self.mode == HYBRID else (self.gpus,)
-        return sum(len(devices.split(",")) for devices in lists if devices is not None)
+        return sum(len(devices.split(",")) for devices in lists if devices not in (None, NO_DEVICE))

@@ -13,6 +13,8 @@ from typing import Any, get_type_hints
 
 from dbench.engine_options import COLOCATED as COLOCATED
 from dbench.engine_options import HYBRID as HYBRID
+from dbench.engine_options import PREFILL as PREFILL
+from dbench.engine_options import WORKER_KINDS as WORKER_KINDS
 from dbench.engine_options import EngineOptions as EngineOptions
 from dbench.option_fields import OptionSpec, option, rule_option, tls_ca_option
 from dbench.unmasking_rules import DEFAULT_RULE, MAX_TEMPERATURE, UNMASKING_RULES
@@ -93,6 +95,14 @@ class ServiceOptions:
         panel="Workers of other hosts",
         minimum=0,
         serve_only=True,
+    )
+    num_remote_prefill_workers: int = option(
+        0,
+        "The same for workers that only refresh, by 'dbench worker --worker-type prefill'.",
+        panel="Workers of other hosts",
+        minimum=0,
+        serve_only=True,
+        mode=HYBRID,
     )
     max_queued_requests: int = option(
         10000, "Requests in the server at a time; further ones get RESOURCE_EXHAUSTED.", panel="Service", minimum=1
@@ -284,6 +294,12 @@ class WorkerOptions:
     )
     reconnect_timeout_s: float = option(
         600.0, "Time without a server after which the worker ends; 0: it tries for ever.", panel="Server", minimum=0
+    )
+    worker_type: str = option(
+        COLOCATED,
+        "colocated: it refreshes and decodes; prefill: it only refreshes, for a server in hybrid mode.",
+        panel="Worker",
+        choices=WORKER_KINDS,
     )
     gpu: str = option("cpu", "Device of the worker: 'cpu', or the number of a CUDA device.", panel="Worker")
     model: str | None = option(None, "Model directory on this host.", panel="Worker", auto="where the server has it")

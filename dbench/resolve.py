@@ -166,8 +166,6 @@ def devices(plan: ServePlan) -> ServePlan:
         plan = plan.auto("gpus", ",".join(map(str, range(count))), f"all {count} CUDA device(s)")
     elif plan.engine.mode != HYBRID and plan.engine.gpus is None:
         plan = plan.auto("gpus", CPU, "one CPU worker")
-    if plan.engine.gpus == NO_DEVICE:
-        return _no_device(plan)
     numbers: list[int] = []
     for option in DEVICE_OPTIONS[plan.engine.mode]:
         plan, own = _device_list(plan, option)
@@ -180,9 +178,11 @@ def devices(plan: ServePlan) -> ServePlan:
         raise plan.refused(option, repr(plan.resolved.value(option)), "either CUDA devices or 'cpu', not both")
     if numbers:
         return plan.auto("dtype", "bfloat16", "the devices are GPUs") if plan.engine.dtype == "auto" else plan
+    if plan.engine.dtype == "auto" and not plan.engine.num_workers:
+        return plan.auto("dtype", "float32", "the devices of remote workers are not known; bfloat16 suits GPUs")
     if plan.engine.dtype == "auto":
         return plan.auto("dtype", "float32", "the devices are CPUs")
-    if plan.engine.dtype not in CPU_DTYPES:
+    if plan.engine.num_workers and plan.engine.dtype not in CPU_DTYPES:
         raise plan.refused("dtype", repr(plan.engine.dtype), f"one of {', '.join(CPU_DTYPES)} on CPUs")
     return plan
 
@@ -198,8 +198,16 @@ def _wants_cuda(plan: ServePlan) -> bool:
 def _device_list(plan: ServePlan, option: str) -> tuple[ServePlan, list[int]]:
     """The option in its canonical spelling, and the numbers of its CUDA devices."""
     given, count = plan.resolved.value(option), plan.num_cuda_devices
+    num_remote, remote_flag = _remote(plan.service, option)
+    if given is None and num_remote:
+        return plan.auto(option, NO_DEVICE, "these workers come from elsewhere"), []
     if given is None:
-        raise plan.refused(option, "nothing", f"devices such as 'cpu': mode {HYBRID} needs both kinds of workers")
+        wanted = f"devices such as 'cpu', or {remote_flag}: mode {HYBRID} needs both kinds of workers"
+        raise plan.refused(option, "nothing", wanted)
+    if given.strip() == NO_DEVICE and num_remote:
+        return plan.normalised(option, NO_DEVICE), []
+    if given.strip() == NO_DEVICE:
+        raise plan.refused(option, repr(NO_DEVICE), f"a device, or of 'dbench serve' also {remote_flag}")
     names = [name.strip() for name in given.split(",")]
     for name in names:
         if name != CPU and not (name.isdecimal() and int(name) < count):
@@ -209,13 +217,11 @@ def _device_list(plan: ServePlan, option: str) -> tuple[ServePlan, list[int]]:
     return plan, [int(name) for name in names if name != CPU]
 
 
-def _no_device(plan: ServePlan) -> ServePlan:
-    if not plan.service.num_remote_workers:
-        raise plan.refused("gpus", repr(NO_DEVICE), "a device, or of 'dbench serve' also --num-remote-workers")
-    plan = plan.normalised("gpus", NO_DEVICE)
-    if plan.engine.dtype == "auto":
-        return plan.auto("dtype", "float32", "the devices of remote workers are not known; bfloat16 suits GPUs")
-    return plan
+def _remote(service: ServiceOptions, option: str) -> tuple[int, str]:
+    """How many workers of the kind of a list of devices come from elsewhere, and the flag that says so."""
+    if option == "prefill_gpus":
+        return service.num_remote_prefill_workers, "--num-remote-prefill-workers"
+    return service.num_remote_workers, "--num-remote-workers"
 
 
 def memory_and_budget(plan: ServePlan) -> ServePlan:
@@ -223,7 +229,7 @@ def memory_and_budget(plan: ServePlan) -> ServePlan:
     longest = _pages_of(plan, plan.engine.max_model_len or 0)
     if plan.engine.kv_max_pages is not None or _wants_cuda(plan):
         return plan  # a CUDA worker counts what is free on its device
-    num_workers = plan.engine.num_workers
+    num_workers = max(1, plan.engine.num_workers)
     page_bytes = plan.known_model.kv_bytes_per_token(ELEMENT_SIZE[plan.engine.dtype]) * plan.engine.kv_page_size
     available = plan.available_bytes()
     if longest * page_bytes * num_workers > available:
@@ -253,7 +259,7 @@ def kernels_and_graphs(plan: ServePlan) -> ServePlan:
         raise plan.refused("op_metrics_layer_id", layer, f"0 to {num_layers - 2}: the last layer computes fewer rows")
     if engine.enable_operation_metrics and num_layers < 2:
         raise plan.refused("enable_operation_metrics", True, "false for a model of one layer: the last is not measured")
-    if _wants_cuda(plan) or engine.gpus == NO_DEVICE:
+    if _wants_cuda(plan) or not engine.num_workers:
         return plan
     if engine.enable_operation_metrics:
         raise plan.refused("enable_operation_metrics", True, "false on CPUs: operations are measured on CUDA only")
@@ -265,9 +271,11 @@ def kernels_and_graphs(plan: ServePlan) -> ServePlan:
 def network(plan: ServePlan) -> ServePlan:
     """An address that may be bound, a port that is free, and a key for those who join from elsewhere."""
     service = plan.service
-    if service.num_remote_workers and service.worker_key is None:
-        wanted = "0, or a --worker-key with which they join (better as the variable DBENCH_WORKER_KEY)"
-        raise plan.refused("num_remote_workers", service.num_remote_workers, wanted)
+    remote = (("num_remote_workers", service.num_remote_workers),)
+    for name, number in (*remote, ("num_remote_prefill_workers", service.num_remote_prefill_workers)):
+        if number and service.worker_key is None:
+            wanted = "0, or a --worker-key with which they join (better as the variable DBENCH_WORKER_KEY)"
+            raise plan.refused(name, number, wanted)
     fault = tls_fault(service) or address_fault(service)
     if fault is None and plan.engine.mode == HYBRID:
         fault = meeting_fault(service)

@@ -71,7 +71,14 @@ def test_hidden_options_of_the_search_are_those_that_it_refuses() -> None:
 
 @pytest.mark.parametrize("command", ["run", "search-capacity"])
 @pytest.mark.parametrize(
-    "name", ["scheduler_port", "metrics_output_dir", "export_partial_metrics", "num_remote_workers"]
+    "name",
+    [
+        "scheduler_port",
+        "metrics_output_dir",
+        "export_partial_metrics",
+        "num_remote_workers",
+        "num_remote_prefill_workers",
+    ],
 )
 def test_serve_only_option_is_refused_by_name_where_dbench_starts_the_server(
     command: str, name: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -13,6 +13,7 @@ from dbench.engine_options import DEVICE_OPTIONS, MODES
 from dbench.errors import OptionError
 from dbench.options import COMMAND_SECTIONS, EngineOptions, ServiceOptions, options_of
 from dbench.resolve import resolve_serve
+from dbench.serve.deployment import deployment_of
 
 GIB = 2**30
 HYBRID = {"mode": "hybrid", "prefill_gpus": "cpu", "hybrid_colocated_gpus": "cpu,cpu"}
@@ -67,9 +68,56 @@ def test_hybrid_mode_needs_both_kinds_of_workers(missing: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("flags", "lists", "num_workers"),
+    [
+        ({"num_remote_prefill_workers": 2, "prefill_gpus": None}, ("none", "cpu,cpu"), 2),
+        ({"num_remote_workers": 1, "hybrid_colocated_gpus": "none"}, ("cpu", "none"), 1),
+        (
+            {**dict.fromkeys(DEVICE_OPTIONS["hybrid"]), "num_remote_workers": 1, "num_remote_prefill_workers": 1},
+            ("none", "none"),
+            0,
+        ),
+        ({"num_remote_prefill_workers": 1}, ("cpu", "cpu,cpu"), 3),
+    ],
+)
+def test_workers_of_either_kind_may_all_come_from_elsewhere(
+    flags: dict[str, object], lists: tuple[str, str], num_workers: int
+) -> None:
+    engine = hybrid(worker_key="sesame", **flags).section(EngineOptions)
+    assert (engine.prefill_gpus, engine.hybrid_colocated_gpus) == lists
+    assert (engine.num_workers, engine.dtype) == (num_workers, "float32")
+    assert deployment_of(engine).num_prefill == (lists[0] != "none")
+
+
+def test_the_number_format_is_free_where_no_worker_is_here() -> None:
+    remote = {"num_remote_workers": 1, "num_remote_prefill_workers": 1, "worker_key": "sesame"}
+    engine = hybrid(**dict.fromkeys(DEVICE_OPTIONS["hybrid"]), **remote, dtype="float16").section(EngineOptions)
+    assert engine.dtype == "float16"
+
+
+@pytest.mark.parametrize(
+    ("flags", "line"),
+    [
+        (
+            {"prefill_gpus": "none"},
+            "--prefill-gpus: got 'none', wanted a device, or of 'dbench serve' also --num-remote-",
+        ),
+        ({"prefill_gpus": "none", "num_remote_workers": 1}, "also --num-remote-prefill-workers"),
+        ({"hybrid_colocated_gpus": "none", "num_remote_prefill_workers": 1}, "also --num-remote-workers"),
+        ({"num_remote_prefill_workers": 1, "worker_key": None}, "--num-remote-prefill-workers: got 1, wanted 0, or a"),
+    ],
+)
+def test_a_kind_of_which_no_worker_can_come_is_refused(flags: dict[str, object], line: str) -> None:
+    with pytest.raises(OptionError) as caught:
+        hybrid(**{"worker_key": "sesame", **flags})
+    assert line in str(caught.value)
+
+
+@pytest.mark.parametrize(
     ("mode", "flag", "value"),
     [
         ("colocated", "prefill_gpus", "cpu"),
+        ("colocated", "num_remote_prefill_workers", "1"),
         ("colocated", "decode_scheduler_policy", "round_robin"),
         ("colocated", "kv_topology_alpha", "0.5"),
         ("colocated", "enable_hybrid_prefill_overflow", "false"),

@@ -12,7 +12,7 @@ import re
 import socket
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, Protocol
@@ -100,6 +100,7 @@ class NcclBulk:
     def __init__(self, spec: ChannelSpec) -> None:
         for guard in ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_ENABLE_MONITORING"):
             os.environ[guard] = "0"  # either ends this process when the peer dies or hangs
+        os.environ["TORCH_NCCL_DUMP_ON_TIMEOUT"] = "0"  # many lines on stderr about a peer that is gone
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timedelta(seconds=spec.timeout_s)
         self._timeout_s = spec.timeout_s
@@ -124,14 +125,15 @@ class NcclBulk:
         late_s = time.monotonic() + self._timeout_s
         while not event.query():
             if time.monotonic() > late_s:
-                self._group.abort()
+                self.close()
                 raise ChannelBroken(f"nothing moved for {self._timeout_s:g} s")
             time.sleep(NCCL_POLL_S)
 
     def close(self) -> None:
-        if self._group is not None:
-            self._group.abort()
-        self._group = None
+        group, self._group = self._group, None
+        with suppress(ChannelBroken):  # it is given up in any case
+            if group is not None:
+                _guarded(group.abort)
 
 
 BULKS: dict[str, Callable[[ChannelSpec], Bulk]] = {"cpu": GlooBulk, "cuda": NcclBulk}

@@ -10,7 +10,9 @@ be captured in a graph.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -100,6 +102,9 @@ class PassViews:
     rows: RowViews
     qkv_TF: Tensor
     qkv_TXD: Tensor
+    last_kv_TF: Tensor
+    """Keys and values of the last layer, side by side."""
+    last_kv_TXD: Tensor
     short_q_RHD: Tensor
     short_out_RF: Tensor
     long_q_RHD: Tensor
@@ -111,6 +116,9 @@ class PassViews:
     def of(room: Workspace, shape: BatchShape, config: ModelConfig) -> PassViews:
         num_rows, num_short_rows = shape.num_rows, shape.num_short_rows
         rows, qkv_TXD = room.rows(num_rows), room.qkv_TXD[:num_rows]
+        last_kv_TXD = qkv_TXD.flatten()[: num_rows * 2 * config.n_kv_heads * config.head_dim].view(
+            num_rows, 2 * config.n_kv_heads, config.head_dim
+        )
         long_q_RHD, long_k_RKD, long_v_RKD = qkv_TXD[num_short_rows:].split(
             [config.n_heads, config.n_kv_heads, config.n_kv_heads], dim=1
         )
@@ -118,6 +126,8 @@ class PassViews:
             rows=rows,
             qkv_TF=qkv_TXD.flatten(1),
             qkv_TXD=qkv_TXD,
+            last_kv_TF=last_kv_TXD.flatten(1),
+            last_kv_TXD=last_kv_TXD,
             short_q_RHD=qkv_TXD[:num_short_rows, : config.n_heads],
             short_out_RF=rows.attended_TF[:num_short_rows],
             long_q_RHD=long_q_RHD,
@@ -148,6 +158,8 @@ class CudaModel:
         device = weights.embedding_VE.device
         self.weights = weights
         self._config, self._refresh, self._sizes = config, refresh, sizes
+        self._last_layer = config.n_layers - 1
+        self._query_width = config.n_heads * config.head_dim
         self._room = Workspace(config, sizes, weights.embedding_VE)
         self._lm_head_EV = weights.lm_head_VE.t()
         self._turned = tuple(TurnedWeights.of(layer) for layer in weights.layers)
@@ -165,32 +177,62 @@ class CudaModel:
         angles = positions.unsqueeze(1) * frequencies
         self._rotary = Rotary(angles.cos(), angles.sin(), config.n_heads, config.n_kv_heads)
 
-    def forward(self, shape: BatchShape, batch: DeviceBatch, marks: Marks = NO_MARKS) -> None:
+    def forward(
+        self,
+        shape: BatchShape,
+        batch: DeviceBatch,
+        marks: Marks = NO_MARKS,
+        stretch: Callable[[int], None] | None = None,
+    ) -> None:
         """Write K and V of every row; `hidden` then has the states of every span's block rows.
 
-        The refresh attention has been planned for the long spans.
+        The refresh attention has been planned for the long spans. `stretch` replays what `run_stretch` would run.
         """
-        weights, rows, views = self.weights, batch.rows, PassViews.of(self._room, shape, self._config)
+        views = PassViews.of(self._room, shape, self._config)
+        run_stretch = stretch or partial(self.run_stretch, views=views, batch=batch, marks=marks)
         keys = batch.keys_of(shape.num_short)
-        torch.index_select(weights.embedding_VE, 0, rows.token_ids_T[: shape.num_rows], out=views.rows.x_TE)
-        for number, layer in enumerate(weights.layers[:-1]):
-            marks.enter(number)
-            kv_2PKD = batch.kv.layer(number)
-            self._normalise(views.rows.x_TE, layer.attn_norm_E, views.rows.normed_TE)
-            marks.begin(Operation.QKV)
-            torch.mm(views.rows.normed_TE, self._turned[number].qkv_EF, out=views.qkv_TF)
-            self._rotary.turn_and_store(views.qkv_TXD, layer.qkv_bias_F, rows.positions_T, rows.places_T, kv_2PKD)
-            marks.end(Operation.QKV)
-            marks.written(number)
+        for number in range(self._last_layer):
+            run_stretch(number)
             marks.begin(Operation.ATTENTION)
             if shape.num_short:
                 tiling = self._tilings[shape.num_short, shape.short_rows]
-                self._attention.run(views.short_q_RHD, kv_2PKD, keys, tiling, views.short_out_RF)
+                self._attention.run(views.short_q_RHD, batch.kv.layer(number), keys, tiling, views.short_out_RF)
             if shape.long_lengths:
                 self._refresh.run(views.long_q_RHD, views.long_k_RKD, views.long_v_RKD, views.long_out_RHD)
             marks.end(Operation.ATTENTION)
-            self._finish_layer(number, views.rows, marks)
-        self._last_layer(shape, batch, marks)
+        run_stretch(self._last_layer)
+        self._finish_block_rows(shape, batch)
+
+    @property
+    def num_stretches(self) -> int:
+        """One per layer."""
+        return self._config.n_layers
+
+    def views(self, num_rows: int) -> PassViews:
+        """Of rows whose spans do not matter: all that `run_stretch` needs."""
+        return PassViews.of(self._room, BatchShape(0, self._sizes.short_rows, (num_rows,)), self._config)
+
+    def run_stretch(self, number: int, views: PassViews, batch: DeviceBatch, marks: Marks = NO_MARKS) -> None:
+        """All rows from the attention of the layer before, or from their token ids, to the attention of layer `number`.
+
+        The last layer's rows get keys and values alone: its queries are those of the block rows.
+        """
+        rows, places, layer = views.rows, batch.rows, self.weights.layers[number]
+        if number == 0:
+            torch.index_select(self.weights.embedding_VE, 0, places.token_ids_T[: len(rows.x_TE)], out=rows.x_TE)
+        else:
+            self._finish_layer(number - 1, rows, marks)
+        marks.enter(number)
+        self._normalise(rows.x_TE, layer.attn_norm_E, rows.normed_TE)
+        marks.begin(Operation.QKV)
+        matrix_EF, out_TF, out_TXD = self._turned[number].qkv_EF, views.qkv_TF, views.qkv_TXD
+        if number == self._last_layer:
+            matrix_EF, out_TF, out_TXD = matrix_EF[:, self._query_width :], views.last_kv_TF, views.last_kv_TXD
+        torch.mm(rows.normed_TE, matrix_EF, out=out_TF)
+        kv_2PKD = batch.kv.layer(number)
+        self._rotary.turn_and_store(out_TXD, layer.qkv_bias_F, places.positions_T, places.places_T, kv_2PKD)
+        marks.end(Operation.QKV)
+        marks.written(number)
 
     def hidden(self, num_rows: int) -> Tensor:
         """The normalised hidden states of the last pass's block rows, [R, E]; they hold until the next pass."""
@@ -200,25 +242,17 @@ class CudaModel:
         """[R, E] -> [R, V] in the model's number format."""
         torch.mm(x_RE, self._lm_head_EV, out=out_RV)
 
-    def _last_layer(self, shape: BatchShape, batch: DeviceBatch, marks: Marks) -> None:
-        """All rows get keys and values; the rest is computed for the block rows alone."""
-        rows, config, room, layer = batch.rows, self._config, self._room, self.weights.layers[-1]
-        number, num_rows, num_spans = config.n_layers - 1, shape.num_rows, shape.num_spans
-        query_width, turned, bias_F = config.n_heads * config.head_dim, self._turned[-1], layer.qkv_bias_F
-        every, block = room.rows(num_rows), room.block_rows(num_spans * self._sizes.block_length)
-        self._normalise(every.x_TE, layer.attn_norm_E, every.normed_TE)
-        kv_TF = room.qkv_TXD.flatten()[: num_rows * 2 * config.n_kv_heads * config.head_dim].view(num_rows, -1)
-        torch.mm(every.normed_TE, turned.qkv_EF[:, query_width:], out=kv_TF)
-        kv_TXD = kv_TF.unflatten(1, (2 * config.n_kv_heads, config.head_dim))
-        self._rotary.turn_and_store(kv_TXD, bias_F, rows.positions_T, rows.places_T, batch.kv.layer(number))
-        marks.written(number)
-
+    def _finish_block_rows(self, shape: BatchShape, batch: DeviceBatch) -> None:
+        """The last layer's queries, attention and MLP, for the block rows alone."""
+        rows, config, room, number = batch.rows, self._config, self._room, self._last_layer
+        num_spans, layer = shape.num_spans, self.weights.layers[number]
+        every, block = room.rows(shape.num_rows), room.block_rows(num_spans * self._sizes.block_length)
         block_rows_R, q_RF = rows.block_rows_BL[:num_spans].flatten(), room.q_RF[: len(block.x_TE)]
         torch.index_select(every.x_TE, 0, block_rows_R, out=block.x_TE)
         torch.index_select(every.normed_TE, 0, block_rows_R, out=block.normed_TE)
-        torch.mm(block.normed_TE, turned.qkv_EF[:, :query_width], out=q_RF)
+        torch.mm(block.normed_TE, self._turned[number].qkv_EF[:, : self._query_width], out=q_RF)
         q_RHD = q_RF.unflatten(1, (config.n_heads, config.head_dim))
-        self._rotary.turn_queries(q_RHD, bias_F, rows.block_positions_BL[:num_spans].flatten())
+        self._rotary.turn_queries(q_RHD, layer.qkv_bias_F, rows.block_positions_BL[:num_spans].flatten())
         tiling = self._tilings[num_spans, self._sizes.block_length]
         self._attention.run(q_RHD, batch.kv.layer(number), batch.keys_of(num_spans), tiling, block.attended_TF)
         self._finish_layer(number, block, NO_MARKS)

@@ -9,6 +9,7 @@ Shapes: B spans, L block length, S slots, R rows whose logits are computed, V vo
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ from dbench.serve.batch import SlotTable
 from dbench.serve.cuda_batch import NOTHING_WRITTEN, BatchShape, Layout, PassSizes, largest_shape, lay_out
 from dbench.serve.cuda_model import CudaModel, DeviceBatch
 from dbench.serve.device_clock import DeviceClock, device_lost_if_it_fails
-from dbench.serve.graphs import DecodeGraphs
+from dbench.serve.graphs import DecodeGraphs, StretchGraphs, host_seconds
 from dbench.serve.kernels.layout import (
     SpanTable,
     attach_slot,
@@ -48,6 +49,9 @@ NUM_IN_FLIGHT = 3
 """Staging buffers: one more than the launches that are under way at a time."""
 OPERATION_SAMPLE_STEPS = 16
 """One launch in so many is measured by operation."""
+
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +141,8 @@ class CudaRunner:
         self._staging = [Staging(sizes.num_spans, sizes.block_length) for _ in range(NUM_IN_FLIGHT)]
         self._graphs = DecodeGraphs(sizes.short_rows)
         self._marked_graphs = DecodeGraphs(sizes.short_rows)
+        self._stretches = StretchGraphs()
+        self._launch_s = 0.0
         self._graph_marks: dict[int, LayerMarks] = {}
         self._measured_layer: int | None = None
         self._clock = DeviceClock()
@@ -181,8 +187,15 @@ class CudaRunner:
 
     @torch.inference_mode()
     def capture(self, graph_sizes: Sequence[int]) -> None:
-        """Capture decode passes of these numbers of spans."""
+        """Capture decode passes of these numbers of spans, and the stretches of passes of few rows."""
+        self._rows.places_T.fill_(self.kv.last_place)
+        launch_s = host_seconds(partial(self._padded_pass, 1))
+        self._stretches.capture(self._sizes.num_rows, self._model.num_stretches, self._run_stretch, launch_s)
+        self._launch_s = host_seconds(partial(self._padded_pass, 1, stretched=True))
         self._graphs.capture(graph_sizes, self._padded_pass)
+        logger.info(
+            "a pass without graphs takes the host %.1f ms, in stretches %.1f ms", launch_s * 1e3, self._launch_s * 1e3
+        )
 
     @torch.inference_mode()
     def measure_operations(self, layer: int, graph_sizes: Sequence[int]) -> None:
@@ -192,10 +205,16 @@ class CudaRunner:
             marks = self._graph_marks[size] = LayerMarks(layer, self._facts.n_layers, in_graph=True)
             self._marked_graphs.capture([size], partial(self._padded_pass, marks=marks))
 
-    def _padded_pass(self, num_spans: int, marks: Marks = NO_MARKS) -> None:
+    def _padded_pass(self, num_spans: int, marks: Marks = NO_MARKS, *, stretched: bool = False) -> None:
         if not torch.cuda.is_current_stream_capturing():
             self._upload_padding(num_spans, ())
-        self._pass(BatchShape(num_spans, self._sizes.short_rows, ()), self._sizes.short_rows, marks)
+        shape = BatchShape(num_spans, self._sizes.short_rows, ())
+        self._pass(
+            shape, self._sizes.short_rows, marks, self._stretches.rows_for(shape.num_rows) if stretched else None
+        )
+
+    def _run_stretch(self, number: int, num_rows: int) -> None:
+        self._model.run_stretch(number, self._model.views(num_rows), self._batch())
 
     def _upload_padding(self, num_short: int, long_lengths: tuple[int, ...]) -> None:
         spans = [Span(self._pad_slot, Phase.REFRESH, 0, rows, NOTHING_WRITTEN) for rows in long_lengths]
@@ -269,7 +288,7 @@ class CudaRunner:
     ) -> tuple[Layout, LayerMarks | None]:
         sizes = self._sizes
         is_decode = self._watcher is None and all(span.num_rows == sizes.short_rows for span in spans)
-        size = self._graphs.size_for(len(spans)) if is_decode else None
+        size = self._graphs.size_for(len(spans), self._launch_s) if is_decode else None
         layout = lay_out(spans, sizes.short_rows, num_padded=size or 0, pad_slot=self._pad_slot)
         num_spans = layout.shape.num_spans
         staging.table[:, : num_spans + 1] = torch.from_numpy(layout.table)
@@ -281,7 +300,9 @@ class CudaRunner:
                 marks = LayerMarks(self._measured_layer, self._facts.n_layers, in_graph=False)
             if layout.shape.long_lengths:
                 self._refresh.plan(layout.shape.long_lengths)
-            self._pass(layout.shape, layout.longest_span, watched(marks or NO_MARKS, self._watcher, spans))
+            told = watched(marks or NO_MARKS, self._watcher, spans)
+            stretches = self._stretches.rows_for(layout.shape.num_rows) if told is NO_MARKS else None
+            self._pass(layout.shape, layout.longest_span, told, stretches)
         elif is_measured and size in self._graph_marks:
             marks = self._graph_marks[size]
             self._marked_graphs.replay(size)
@@ -293,16 +314,27 @@ class CudaRunner:
         staging.completed.record()
         return layout, marks
 
-    def _pass(self, shape: BatchShape, longest_span: int, marks: Marks = NO_MARKS) -> None:
+    def _pass(
+        self, shape: BatchShape, longest_span: int, marks: Marks = NO_MARKS, stretches: int | None = None
+    ) -> None:
+        """`stretches`: the number of rows whose captured stretches to use."""
+        last_place = self.kv.last_place
         pack_rows(
             SpanTable(self._spans[:, : shape.num_spans + 1]),
             self._table,
             self._rows,
             longest_span=longest_span,
             logit_shift=self._facts.logit_shift,
-            last_place=self.kv.last_place,
+            last_place=last_place,
         )
-        self._model.forward(shape, DeviceBatch(self._rows, self._spans[1], self._table, self.kv), marks)
+        stretch = None
+        if stretches is not None:
+            self._rows.places_T[shape.num_rows : stretches].fill_(last_place)
+            stretch = partial(self._stretches.replay, num_rows=stretches)
+        self._model.forward(shape, self._batch(), marks, stretch)
+
+    def _batch(self) -> DeviceBatch:
+        return DeviceBatch(self._rows, self._spans[1], self._table, self.kv)
 
     def _sample(self, num_spans: int, num_logit_rows: int) -> None:
         """Propose for the masked rows of the launch, and apply its rules."""

@@ -30,7 +30,7 @@ class Deployment:
     devices: tuple[str, ...]
     """Of this machine, one worker each; its place is its worker id."""
     num_prefill: int
-    """So many of them, from the first, only refresh; 0 in colocated mode."""
+    """So many of them, from the first, only refresh."""
     max_model_len: int
     max_gen_len: int | None
     kv_max_pages: int | None
@@ -130,12 +130,11 @@ def _devices(options: EngineOptions) -> tuple[tuple[str, ...], tuple[str, ...]]:
     if options.mode == HYBRID:
         decoding = _resolved(options.hybrid_colocated_gpus, "hybrid_colocated_gpus")
         return _names(_resolved(options.prefill_gpus, "prefill_gpus")), _names(decoding)
-    gpus = _resolved(options.gpus, "gpus")
-    return (), (() if gpus == NO_DEVICE else _names(gpus))
+    return (), _names(_resolved(options.gpus, "gpus"))
 
 
 def _names(devices: str) -> tuple[str, ...]:
-    return tuple(device_name(gpu) for gpu in devices.split(","))
+    return () if devices == NO_DEVICE else tuple(device_name(gpu) for gpu in devices.split(","))
 
 
 def device_name(gpu: str) -> str:

@@ -8,10 +8,11 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from dbench.events import WorkerState
-from dbench.options import COLOCATED
+from dbench.options import COLOCATED, PREFILL
+from dbench.serve.link_epochs import LinkEpochs
 from dbench.serve.routes import WorkerLoad
 from dbench.serve.sequence import BlockEnd, BlockKey
-from dbench.serve.wire import PREFILL, WorkerStatus
+from dbench.serve.wire import WorkerCount, WorkerStatus
 from dbench.serve.wire_link import EngineProgress, Hello, Ready
 
 
@@ -233,30 +234,6 @@ class Worker:
         )
 
 
-class LinkEpochs:
-    """Numbers of the links over which pairs of workers exchange KV; after a failure a pair gets a new one."""
-
-    def __init__(self) -> None:
-        self._epochs: dict[tuple[int, int], int] = {}
-        self._num_given = 0
-
-    def of(self, sender_id: int, receiver_id: int) -> int:
-        """The current one of a pair; no two pairs ever have the same."""
-        pair = (sender_id, receiver_id)
-        if pair not in self._epochs:
-            self._num_given += 1
-            self._epochs[pair] = self._num_given
-        return self._epochs[pair]
-
-    def end(self, epoch: int) -> None:
-        """This link has failed."""
-        self._epochs = {pair: current for pair, current in self._epochs.items() if current != epoch}
-
-    def end_all_of(self, worker_id: int) -> None:
-        """The worker has gone, and with it its links."""
-        self._epochs = {pair: current for pair, current in self._epochs.items() if worker_id not in pair}
-
-
 @dataclass(frozen=True, slots=True)
 class FleetRules:
     """Which workers there are."""
@@ -264,12 +241,18 @@ class FleetRules:
     devices: Sequence[str]
     """Of the local ones, one each; their places are their ids."""
     num_remote: int = 0
-    """Remote ones that are expected."""
+    """Remote ones that are expected, without those that only refresh."""
     startup_timeout_s: float = 300.0
     num_prefill: int = 0
-    """So many, from the first, only refresh."""
+    """So many local ones, from the first, only refresh."""
+    num_remote_prefill: int = 0
+    """Remote ones that are expected and only refresh."""
     refreshes_anywhere: bool = True
     """All others refresh too."""
+
+    @property
+    def is_hybrid(self) -> bool:
+        return self.num_prefill + self.num_remote_prefill > 0
 
 
 class Fleet:
@@ -280,10 +263,10 @@ class Fleet:
             worker_id: Worker(worker_id, device, PREFILL if worker_id < rules.num_prefill else COLOCATED)
             for worker_id, device in enumerate(rules.devices)
         }
-        for worker_id in range(len(rules.devices), len(rules.devices) + rules.num_remote):
-            self.workers[worker_id] = Worker(worker_id, NOT_YET, is_remote=True, phase=WorkerPhase.AWAITED)
+        for kind in (*[PREFILL] * rules.num_remote_prefill, *[COLOCATED] * rules.num_remote):
+            self._new_place(kind)
         self.num_expected = len(self.workers)
-        self.is_hybrid = rules.num_prefill > 0
+        self.is_hybrid = rules.is_hybrid
         self.links = LinkEpochs()
         self._needed_kinds = (COLOCATED,) if rules.refreshes_anywhere else (PREFILL, COLOCATED)
         self.awaits_lost = False
@@ -350,19 +333,23 @@ class Fleet:
         late = [w.worker_id for w in self.in_phase(phase) if w.is_remote and w.silent_s > limit_s]
         return [(worker_id, f"{what} within startup_timeout_s {limit_s:g}") for worker_id in late]
 
-    def place_of(self, instance: str) -> Worker:
-        """Where a remote worker joins: its own place if it had one, else one that nobody has, else a new one."""
-        remote = [worker for worker in self.workers.values() if worker.is_remote]
-        own = [worker for worker in remote if instance and worker.instance == instance]
+    def place_of(self, hello: Hello) -> Worker:
+        """Where a remote worker joins: its own place if it had one, else a free one of its kind, else a new one."""
+        remote = [worker for worker in self.workers.values() if worker.is_remote and worker.kind == hello.kind]
+        own = [worker for worker in remote if hello.instance and worker.instance == hello.instance]
         free = [worker for worker in remote if worker.phase.is_away]
         for worker in (*own, *free):
             return worker
-        new = Worker(len(self.workers), NOT_YET, is_remote=True, phase=WorkerPhase.AWAITED)
+        return self._new_place(hello.kind)
+
+    def _new_place(self, kind: str) -> Worker:
+        """For a remote worker."""
+        new = Worker(len(self.workers), NOT_YET, kind, is_remote=True, phase=WorkerPhase.AWAITED)
         return self.workers.setdefault(new.worker_id, new)
 
     def join(self, hello: Hello) -> Worker:
         """A remote worker has dialled; whoever had its place must be away."""
-        worker = self.place_of(hello.instance)
+        worker = self.place_of(hello)
         assert worker.phase.is_away, f"worker {worker.worker_id} joins again but is {worker.phase}"
         worker.device = f"{hello.device} on {hello.host}" if hello.host else hello.device
         worker.instance = hello.instance
@@ -391,6 +378,11 @@ class Fleet:
 
     def statuses(self) -> tuple[WorkerStatus, ...]:
         return tuple(worker.status() for worker in self.workers.values())
+
+    def counts(self) -> tuple[WorkerCount, ...]:
+        kinds = (PREFILL, COLOCATED) if self.is_hybrid else (COLOCATED,)
+        expected = [self.workers[number].kind for number in range(self.num_expected)]
+        return tuple(WorkerCount(kind, expected.count(kind), len(self.ready(kind))) for kind in kinds)
 
     def _has_every_kind(self, workers: Sequence[Worker]) -> bool:
         return {worker.kind for worker in workers}.issuperset(self._needed_kinds)

@@ -22,7 +22,7 @@ from dbench.serve.recorder import Recorder
 from dbench.serve.scheduler import Scheduler
 from dbench.serve.sequence import Status
 from dbench.serve.tracking import TrackedRequest
-from dbench.serve.wire import EventLines, PollState, Submission, WorkerStatus
+from dbench.serve.wire import EventLines, PollState, Submission, WorkerCount, WorkerStatus
 from dbench.serve.wire_link import Command, EngineProgress, Hello, Ready
 from dbench.values import counted
 
@@ -102,6 +102,9 @@ class Hub:
     def worker_statuses(self) -> tuple[WorkerStatus, ...]:
         return self._scheduler.fleet.statuses()
 
+    def worker_counts(self) -> tuple[WorkerCount, ...]:
+        return self._scheduler.fleet.counts()
+
     def submit(self, submission: Submission) -> TrackedRequest:
         """Raises what Scheduler.submit raises, and ServerUnavailable while draining."""
         if self.is_draining:
@@ -161,10 +164,10 @@ class Hub:
     def join(self, hello: Hello) -> Hello:
         """Take in a worker that the server has not started; returns its hello with its number and full device."""
         fleet = self._scheduler.fleet
-        self.worker_gone(fleet.place_of(hello.instance).worker_id, "it has dialled again")
+        self.worker_gone(fleet.place_of(hello).worker_id, "it has dialled again")
         worker = fleet.join(hello)
         self.fatal_errors.pop(worker.worker_id, None)
-        logger.info("worker %d (%s) joins", worker.worker_id, worker.device)
+        logger.info("worker %d (%s, %s) joins", worker.worker_id, worker.kind, worker.device)
         return replace(hello, worker_id=worker.worker_id, device=worker.device)
 
     def kind_of(self, worker_id: int) -> str:

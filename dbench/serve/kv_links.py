@@ -10,7 +10,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Protocol
 
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from dbench.errors import ChannelBroken
-from dbench.serve.channel import RECEIVER, SENDER, Channel, MeetingPoint, meet
+from dbench.serve.channel import RECEIVER, SENDER, Bulk, Channel, MeetingPoint, meet
 from dbench.serve.kv import PageStore
 from dbench.serve.sequence import BlockKey, Refreshed, RefreshTimes
 
@@ -96,8 +96,11 @@ class LinkOwner(Protocol):
     def sent(self, block: Outgoing) -> None:
         """Its end is out: nothing of it is needed here any more."""
 
-    def write(self, key: BlockKey, layer: int, num_pages: int, data: Tensor) -> None:
-        """Put a layer where it belongs, if its block is still expected. Raises ValueError for one of another size."""
+    def write(self, key: BlockKey, layer: int, data: Tensor, bulk: Bulk) -> None:
+        """Put a layer where it belongs, if its block is still expected; return when it is there.
+
+        Raises ValueError for a layer of another size, and ChannelBroken.
+        """
 
     def arrived(self, key: BlockKey, refreshed: Refreshed) -> None:
         """A block's layers are all there."""
@@ -157,6 +160,7 @@ class SendingLink:
                 continue
             match job:
                 case None:
+                    self._take_leave(channel)
                     return
                 case WrittenLayer():
                     self._send_layer(channel, job)
@@ -165,6 +169,12 @@ class SendingLink:
                 case Dropped(block):
                     if block.started_s is not None:
                         channel.send({"kind": "drop", "key": asdict(block.key)})
+
+    def _take_leave(self, channel: Channel) -> None:
+        """Wait until the receiver has read everything: hanging up between GPUs takes back what is still on its way."""
+        with suppress(ChannelBroken):  # it hangs up first
+            channel.send({"kind": "bye"})
+            channel.receive()
 
     def _send_layer(self, channel: Channel, layer: WrittenLayer) -> None:
         block, store = layer.block, self._owner.store
@@ -230,20 +240,23 @@ class ReceivingLink:
         return is_wanted
 
     def _take(self, channel: Channel, header: dict[str, Any]) -> None:
-        """Raises ValueError, KeyError or TypeError for a message that makes no sense."""
+        """Raises ValueError, KeyError or TypeError for a message that makes no sense; ChannelBroken for the last."""
         kind, store = header["kind"], self._owner.store
         if kind == "alive":
             return
+        if kind == "bye":
+            channel.send({"kind": "bye"})
+            raise ChannelBroken("its sender has ended")
         key = BlockKey(**header["key"])
         if kind == "layer":
             layer, num_pages = int(header["layer"]), int(header["num_pages"])
             if layer != self._num_layers.get(key, 0):
                 raise ValueError(f"layer {layer} of {key} came after {self._num_layers.get(key, 0)} others")
-            data = torch.empty(num_pages * store.page_bytes, dtype=torch.uint8, device=store.device)
-            with channel.bulk.stream():
+            with channel.bulk.stream():  # memory that another stream gave back may still be in use there
+                data = torch.empty(num_pages * store.page_bytes, dtype=torch.uint8, device=store.device)
                 channel.bulk.receive(data)
-                self._owner.write(key, layer, num_pages, data)
             channel.bulk.finish()
+            self._owner.write(key, layer, data, channel.bulk)
             self._num_layers[key] = layer + 1
             return
         num_layers = self._num_layers.pop(key, 0)

@@ -5,17 +5,19 @@ from __future__ import annotations
 import asyncio
 import hmac
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import grpc
 
 from dbench import __version__
-from dbench.options import HYBRID, EngineOptions
+from dbench.options import HYBRID, PREFILL, WORKER_KINDS, EngineOptions
+from dbench.serve.fleet import WorkerPhase
 from dbench.serve.hub import Hub, Link
 from dbench.serve.proto import dbench_pb2 as pb
 from dbench.serve.proto.dbench_pb2_grpc import WorkerLinkServicer
+from dbench.serve.wire import WorkerStatus
 from dbench.serve.wire_link import (
     EngineProgress,
     Fatal,
@@ -31,6 +33,11 @@ from dbench.serve.wire_link import (
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
 LAST_WRITE_TIMEOUT_S = 1.0
+AWAY = frozenset(phase.value for phase in WorkerPhase if phase.is_away)
+COLOCATED_ONLY = (
+    "this server is in colocated mode and takes no prefill worker; start the worker with --worker-type colocated, "
+    "or the server with --mode hybrid"
+)
 
 logger = logging.getLogger(__name__)
 
@@ -50,14 +57,19 @@ class WorkerTerms:
     def welcome(self, worker_id: int, kind: str) -> Welcome:
         return Welcome(worker_id, self.engine, self.model_fingerprint, kind, self.meeting_address)
 
-    def device_fault(self, device: str) -> str:
-        """Why a worker with this device cannot work here, in words; empty if it can."""
-        own = "cpu" if (self.engine.prefill_gpus or "").startswith("cpu") else "cuda"
-        if self.engine.mode != HYBRID or device.startswith(own):
-            return ""
-        return (
-            f"in hybrid mode KV goes from CPU to CPU or from GPU to GPU: got {device}, the prefill workers have {own}"
-        )
+    def fault_of(self, hello: Hello, workers: Sequence[WorkerStatus]) -> str:
+        """Why a worker from elsewhere cannot work beside these, in words; empty if it can."""
+        if hello.kind not in WORKER_KINDS:
+            return f"the kind of a worker: got {hello.kind!r}, wanted one of {', '.join(WORKER_KINDS)}"
+        if self.engine.mode != HYBRID:
+            return COLOCATED_ONLY if hello.kind == PREFILL else ""
+        for worker in workers:
+            if worker.state not in AWAY and _is_cpu(worker.device) != _is_cpu(hello.device):
+                return (
+                    f"in hybrid mode KV goes from CPU to CPU or from GPU to GPU: got {hello.device}, "
+                    f"worker {worker.worker_id} has {worker.device}"
+                )
+        return ""
 
 
 class WorkerLinkService(WorkerLinkServicer):
@@ -123,7 +135,7 @@ class WorkerLinkService(WorkerLinkServicer):
             if not self._hub.is_expected(hello.worker_id):
                 await context.abort(grpc.StatusCode.FAILED_PRECONDITION, f"worker {hello.worker_id} is not expected")
             return hello
-        if fault := self._terms.device_fault(hello.device):
+        if fault := self._terms.fault_of(hello, self._hub.worker_statuses()):
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, fault)
         if self._hub.is_draining:
             await context.abort(grpc.StatusCode.UNAVAILABLE, "the server is draining and takes no workers")
@@ -142,6 +154,10 @@ class WorkerLinkService(WorkerLinkServicer):
                 self._hub.worker_leaves(worker_id)
             case Hello():
                 raise ValueError("a second hello")
+
+
+def _is_cpu(device: str) -> bool:
+    return device.startswith("cpu")
 
 
 async def _write(link: Link, context: Context) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from dbench.options import COLOCATED, HYBRID, EngineOptions
+from dbench.options import COLOCATED, HYBRID, PREFILL, EngineOptions
 from dbench.serve.fleet import Fleet, Pin, Worker, WorkerPhase
 from dbench.serve.policy import choose
 from dbench.serve.routes import (
@@ -27,7 +27,6 @@ from dbench.serve.routes import (
     read_fast_pairs,
 )
 from dbench.serve.tracking import TrackedRequest
-from dbench.serve.wire import PREFILL
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,7 +29,7 @@ from dbench.errors import (
     ServerUnavailable,
     one_line,
 )
-from dbench.options import EngineOptions
+from dbench.options import COLOCATED, EngineOptions
 from dbench.serve.deployment import Deployment, deployment_of
 from dbench.serve.engine import Engine
 from dbench.serve.wire_link import Fatal, Hello, Leaving, Welcome
@@ -72,6 +72,8 @@ class RemoteWorkerConfig:
     """0: for ever."""
     tls_ca: str | None = None
     """File with the certificates to trust; None: no TLS."""
+    kind: str = COLOCATED
+    """What it wants to be: COLOCATED or PREFILL."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,6 +174,7 @@ class RemoteWorker:
             os.getpid(),
             host=socket.gethostname(),
             instance=self._instance,
+            kind=config.kind,
         )
         stream = WorkerStream(config.scheduler, hello, config.tls_ca)
         stream.start()

@@ -22,7 +22,7 @@ from typing import Any
 
 from dbench.environment import describe_environment
 from dbench.errors import EXIT_INTERRUPTED, DbenchError, ServerStartError, one_line
-from dbench.options import EngineOptions, ServiceOptions
+from dbench.options import HYBRID, PREFILL, EngineOptions, ServiceOptions
 from dbench.progress import ServeProgress
 from dbench.serve import child
 from dbench.serve.deployment import Deployment, deployment_of
@@ -41,6 +41,7 @@ from dbench.serve.scheduler import Scheduler
 from dbench.serve.scheduler_records import SchedulerRules
 from dbench.serve.status import ServerDescription
 from dbench.serve.tables import TableWriter
+from dbench.values import counted
 
 WORKER_EXIT_TIMEOUT_S = 10.0
 REPLY_GRACE_S = 2.0
@@ -48,7 +49,7 @@ REPLY_GRACE_S = 2.0
 PROGRESS_PERIOD_S = 0.5
 LOOK_PERIOD_S = 1.0
 """Between looks for workers that hang."""
-WAITING = "waiting for %d workers of other hosts; there: dbench worker --scheduler %s"
+WAITING = "waiting for %s of other hosts; there: dbench worker --scheduler %s%s"
 TABLES_TIMEOUT_S = 60.0
 """For tables of an export that are being written when the server ends."""
 
@@ -126,7 +127,7 @@ async def run_server(
             deployment, config_json, environment, service.metrics_output_dir or "", hub.clock()
         )
         meeting = Meeting(service.master_addr, service.master_port)
-        if deployment.num_prefill:
+        if deployment.options.mode == HYBRID:
             await meeting.start()
         terms = worker_terms(deployment, service, meeting.address)
         endpoint = Endpoint(hub, service, terms, lambda: description.status(hub))
@@ -142,8 +143,7 @@ async def run_server(
             tasks.append(asyncio.create_task(tables.run()))
         has_drained = False
         try:
-            if service.num_remote_workers:
-                logger.info(WAITING, service.num_remote_workers, endpoint.address)
+            _say_who_is_awaited(service, endpoint.address)
             await local.start()
             if await _all_ready(hub, local, stop, service.startup_timeout_s):
                 tasks += [restarts.start(), asyncio.create_task(_lose_hanging_workers(hub))]
@@ -183,7 +183,8 @@ def build_hub(deployment: Deployment, service: ServiceOptions, recorder: Recorde
             service.num_remote_workers,
             service.startup_timeout_s,
             num_prefill=deployment.num_prefill,
-            refreshes_anywhere=deployment.num_prefill == 0 or options.enable_hybrid_prefill_overflow,
+            num_remote_prefill=service.num_remote_prefill_workers,
+            refreshes_anywhere=options.mode != HYBRID or options.enable_hybrid_prefill_overflow,
         )
     )
     placer = choose("mode", PLACERS, options.mode)(options, fleet)
@@ -214,6 +215,14 @@ def worker_configs(deployment: Deployment, address: str, worker_key: str) -> lis
     ]
 
 
+def _say_who_is_awaited(service: ServiceOptions, address: str) -> None:
+    if service.num_remote_workers:
+        logger.info(WAITING, counted(service.num_remote_workers, "worker"), address, "")
+    if service.num_remote_prefill_workers:
+        number = counted(service.num_remote_prefill_workers, "prefill worker")
+        logger.info(WAITING, number, address, f" --worker-type {PREFILL}")
+
+
 async def _all_ready(hub: Hub, local: LocalWorkers, stop: Stop, timeout_s: float) -> bool:
     """Whether all workers became ready before somebody wanted the end. Raises ServerStartError."""
     ready = asyncio.ensure_future(hub.until_news(hub.all_workers_ready))
@@ -230,7 +239,7 @@ async def _all_ready(hub: Hub, local: LocalWorkers, stop: Stop, timeout_s: float
             reason = hub.fatal_errors.get(worker.worker_id) or worker.last_line or worker.ending
             raise ServerStartError(f"worker {worker.worker_id} ({worker.device}) did not start: {reason}")
         if not ready.done():
-            late = [f"{worker.worker_id} ({worker.state})" for worker in hub.worker_statuses() if not worker.ready]
+            late = [f"{w.worker_id} ({w.kind}, {w.state})" for w in hub.worker_statuses() if not w.ready]
             raise ServerStartError(
                 f"workers {', '.join(late)} were not ready within startup_timeout_s {timeout_s:g}; "
                 "raise --startup-timeout-s or look at their log lines"

@@ -42,6 +42,7 @@ class ServerDescription:
             num_requests_in_server=hub.num_in_server,
             tokenizer=deployment.tokenizer,
             metrics_output_dir=self.metrics_output_dir,
+            worker_counts=hub.worker_counts(),
         )
 
     def progress(self, hub: Hub, address: str) -> ServeProgress:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from dbench.serve.channel import Bulk
 from dbench.serve.kv import PageStore
 from dbench.serve.kv_links import (
     Dropped,
@@ -28,7 +29,7 @@ from dbench.serve.sequence import BlockKey, Refreshed
 from dbench.serve.transit import KvArrived, KvFailed, KvNews, KvSent
 
 CLOSE_TIMEOUT_S = 3.0
-"""For links that receive: a sender that is alive says so before."""
+"""For both ends: a sender that is alive says so before, and a receiver that is alive reads what is on its way."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,15 +175,17 @@ class Transfer:
         if is_known:
             self._tell(KvSent(block.key))
 
-    def write(self, key: BlockKey, layer: int, num_pages: int, data: Tensor) -> None:
-        """Put a layer where it belongs, if its block is still expected. Raises ValueError for one of another size."""
+    def write(self, key: BlockKey, layer: int, data: Tensor, bulk: Bulk) -> None:
+        num_pages = data.numel() // self._store.page_bytes
         with self._writing:
             block = self._incoming.get(key)
             if block is None:
                 return
             if len(block.pages) != num_pages:
                 raise ValueError(f"{num_pages} pages came for a block of {len(block.pages)}")
-            self._store.write_pages(layer, block.pages, data)
+            with bulk.stream():
+                self._store.write_pages(layer, block.pages, data)
+            bulk.finish()  # on a device the write has only been queued: others must not get the pages before it
 
     def arrived(self, key: BlockKey, refreshed: Refreshed) -> None:
         if self._forget_incoming(key):

@@ -24,9 +24,6 @@ NOT_FOUND = "NOT_FOUND"
 AUTHORIZATION = "authorization"
 """Metadata key that carries the API key."""
 
-PREFILL = "prefill"
-"""The kind of a worker that only refreshes, in hybrid mode; all others are COLOCATED: they do both."""
-
 
 @dataclass(frozen=True, slots=True)
 class Submission:
@@ -104,6 +101,17 @@ class WorkerStatus:
 
 
 @dataclass(frozen=True, slots=True)
+class WorkerCount:
+    """The workers of one kind."""
+
+    kind: str
+    expected: int
+    """That the server waited for when it started."""
+    ready: int
+    """Of all that are there, those that joined later among them."""
+
+
+@dataclass(frozen=True, slots=True)
 class ServerStatus:
     """What GetServerStatus says."""
 
@@ -125,6 +133,8 @@ class ServerStatus:
     num_requests_in_server: int
     tokenizer: str
     metrics_output_dir: str
+    worker_counts: tuple[WorkerCount, ...]
+    """One per kind that the server's mode has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -309,6 +319,7 @@ def server_status_to_message(status: ServerStatus) -> pb.ServerStatusReply:
         num_requests_in_server=status.num_requests_in_server,
         tokenizer=status.tokenizer,
         metrics_output_dir=status.metrics_output_dir,
+        worker_counts=[pb.WorkerCount(kind=c.kind, expected=c.expected, ready=c.ready) for c in status.worker_counts],
     )
 
 
@@ -331,6 +342,7 @@ def server_status_from_message(message: pb.ServerStatusReply) -> ServerStatus:
         num_requests_in_server=message.num_requests_in_server,
         tokenizer=message.tokenizer,
         metrics_output_dir=message.metrics_output_dir,
+        worker_counts=tuple(WorkerCount(c.kind, c.expected, c.ready) for c in message.worker_counts),
     )
 
 

@@ -42,6 +42,8 @@ class Hello:
     """Where it runs, if that is elsewhere."""
     instance: str = ""
     """The same whenever one process dials, so that it is given the worker id that it had."""
+    kind: str = COLOCATED
+    """What a worker from elsewhere wants to be: COLOCATED or PREFILL."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,6 +156,7 @@ def worker_message_to_message(record: WorkerMessage) -> pb.WorkerMessage:
                     version=record.version,
                     host=record.host,
                     instance=record.instance,
+                    kind=record.kind,
                 )
             )
         case Ready(pages_total, kv_page_size, max_model_len):
@@ -182,11 +185,7 @@ def worker_message_from_message(message: pb.WorkerMessage) -> WorkerMessage:
     """Raises ValueError for an empty message."""
     match message.WhichOneof("message"):
         case "hello":
-            hello = message.hello
-            worker_id = hello.worker_id if hello.HasField("worker_id") else None
-            return Hello(
-                hello.worker_key, worker_id, hello.device, hello.pid, hello.version, hello.host, hello.instance
-            )
+            return _hello_from_message(message.hello)
         case "ready":
             return Ready(message.ready.pages_total, message.ready.kv_page_size, message.ready.max_model_len)
         case "progress":
@@ -252,6 +251,19 @@ def command_from_message(message: pb.SchedulerCommand) -> Command:
             return Drain()
         case other:
             raise ValueError(f"a command holds welcome, run, reserve, send, cancel or drain, got {other}")
+
+
+def _hello_from_message(message: pb.Hello) -> Hello:
+    return Hello(
+        message.worker_key,
+        message.worker_id if message.HasField("worker_id") else None,
+        message.device,
+        message.pid,
+        message.version,
+        message.host,
+        message.instance,
+        message.kind,
+    )
 
 
 def _welcome_from_message(message: pb.Welcome) -> Welcome:

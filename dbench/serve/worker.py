@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from dbench.errors import DbenchError, RequestError, ServerUnavailable, WorkerRefused, one_line
+from dbench.options import PREFILL
 from dbench.serve import child
 from dbench.serve.deployment import Deployment, deployment_of
 from dbench.serve.engine import Engine
@@ -28,7 +29,6 @@ from dbench.serve.pages import PagePool
 from dbench.serve.runner import Runner
 from dbench.serve.sequence import BlockEnd, BlockKey, BlockOutcome, BlockTask, Fault
 from dbench.serve.transit import KvArrived, KvFailed, KvSent
-from dbench.serve.wire import PREFILL
 from dbench.serve.wire_link import CancelBlock, Drain, Fatal, Hello, Ready, ReserveBlock, SendBlock, Welcome
 from dbench.serve.worker_stream import BlockArrived, Incoming, Report, StreamEnded, WorkerStream
 
@@ -89,7 +89,7 @@ class WorkerLoop:
             if report is None and not commands:
                 if self._is_draining and self._engine.is_idle:
                     return
-                self._obey(self._stream.wait_for_commands())
+                self._obey(self._stream.wait_for_commands(self._drained_by_s - time.monotonic()))
 
     def _report(self, report: StepReport | None) -> None:
         events = tuple(self._engine.take_events())

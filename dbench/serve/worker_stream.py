@@ -6,6 +6,7 @@ from an outbox, turns them into JSON and protobuf there, and adds a heartbeat wh
 
 from __future__ import annotations
 
+import math
 import queue
 import threading
 import time
@@ -167,9 +168,13 @@ class WorkerStream:
         finally:
             self._iteration_began_s = None
 
-    def wait_for_commands(self) -> list[Incoming]:
-        """All commands that have come; waits for the first."""
-        return [self._inbox.get(), *self.commands()]
+    def wait_for_commands(self, timeout_s: float = math.inf) -> list[Incoming]:
+        """All commands that have come; waits for the first, at most so long."""
+        try:
+            first = self._inbox.get(timeout=None if timeout_s == math.inf else max(0.0, timeout_s))
+        except queue.Empty:
+            return []
+        return [first, *self.commands()]
 
     def commands(self) -> list[Incoming]:
         """All commands that have come; does not wait."""

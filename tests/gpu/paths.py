@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -120,7 +121,9 @@ class BothPaths:
         return logits_RV
 
     @torch.inference_mode()
-    def run_pass(self, shape: BatchShape, table: Tensor, longest_span: int) -> None:
+    def run_pass(
+        self, shape: BatchShape, table: Tensor, longest_span: int, stretch: Callable[[int], None] | None = None
+    ) -> None:
         """Lay out and compute; `table` is that of the spans, on the device."""
         slots = self.fast.slots
         pack_rows(
@@ -131,8 +134,10 @@ class BothPaths:
             logit_shift=self.shift,
             last_place=self.fast.kv.last_place,
         )
-        batch = DeviceBatch(self.rows, table[1], slots, self.fast.kv)
-        self.cuda_model.forward(shape, batch)
+        self.cuda_model.forward(shape, self.batch(table), stretch=stretch)
+
+    def batch(self, table: Tensor) -> DeviceBatch:
+        return DeviceBatch(self.rows, table[1], self.fast.slots, self.fast.kv)
 
     def _path(self) -> Path:
         sizes, mask_token_id = self.sizes, self.config.mask_token_id

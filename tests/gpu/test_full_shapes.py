@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import fields, replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -21,8 +22,9 @@ from dbench.models import size_directory
 from dbench.serve.attention import ATTENTION_BACKENDS
 from dbench.serve.batch import SlotSizes, SlotTable, pack
 from dbench.serve.cuda_batch import lay_out
+from dbench.serve.cuda_model import DeviceBatch
 from dbench.serve.families import read_model_config
-from dbench.serve.graphs import DecodeGraphs
+from dbench.serve.graphs import DecodeGraphs, StretchGraphs
 from dbench.serve.kv import KvPool
 from dbench.serve.model import Model
 from dbench.serve.refresh_attention import flashinfer_fault
@@ -54,9 +56,9 @@ def both(request: pytest.FixtureRequest) -> Iterator[BothPaths]:
     torch.cuda.empty_cache()
 
 
-def assert_alike(one_RV: Tensor, other_RV: Tensor) -> None:
-    """The measure of this file's first lines."""
-    one, other = one_RV.float(), other_RV.float()
+def assert_alike(*pairs: tuple[Tensor, Tensor]) -> None:
+    """The measure of this file's first lines, over the rows of all pairs: one of two hundred rows may be far off."""
+    one, other = (torch.cat(side).float() for side in zip(*pairs, strict=True))
     rms = (one - other).square().mean().sqrt()
     assert rms <= 0.03 * other.std(), f"rms {rms:.4f}, standard deviation {other.std():.4f}"
     for a, b in ((one, other), (other, one)):
@@ -67,12 +69,12 @@ def assert_alike(one_RV: Tensor, other_RV: Tensor) -> None:
 
 def test_refreshes_and_decodes_are_alike_on_both_paths(both: BothPaths) -> None:
     slots = range(len(SIZES.prompts))
-    assert_alike(*both.logits([both.refresh_span(slot) for slot in slots]))
+    refreshed = both.logits([both.refresh_span(slot) for slot in slots])
     for slot in slots:
         both.fix(slot, slot, 77)
-    assert_alike(*both.logits([both.decode_span(slot) for slot in slots]))
+    decoded = both.logits([both.decode_span(slot) for slot in slots])
     mixed = [both.decode_span(0), both.decode_span(3), both.refresh_span(2), both.refresh_span(7)]
-    assert_alike(*both.logits(mixed))
+    assert_alike(refreshed, decoded, both.logits(mixed))
 
 
 def test_company_changes_nothing_beyond_that_measure(both: BothPaths) -> None:
@@ -80,13 +82,13 @@ def test_company_changes_nothing_beyond_that_measure(both: BothPaths) -> None:
     both.fast_logits([both.refresh_span(slot) for slot in slots])
     together = both.fast_logits([both.decode_span(slot) for slot in slots])
     alone = torch.cat([both.fast_logits([both.decode_span(slot)]) for slot in slots])
-    assert_alike(together, alone)
+    assert_alike((together, alone))
 
 
 def test_the_plain_model_on_the_cpu_is_alike() -> None:
     both = paths("llada-8b", "sdpa")
     spans = [both.refresh_span(1), both.refresh_span(6)]
-    assert_alike(both.fast_logits(spans).cpu(), plain_logits_on_cpu(both, spans))
+    assert_alike((both.fast_logits(spans).cpu(), plain_logits_on_cpu(both, spans)))
 
 
 def plain_logits_on_cpu(both: BothPaths, spans: list[Span]) -> Tensor:
@@ -133,3 +135,33 @@ def test_a_captured_pass_is_bitwise_the_launched_one(both: BothPaths) -> None:
     both.cuda_model.hidden(5 * SIZES.block).zero_()
     graphs.replay(8)
     assert torch.equal(both.cuda_model.hidden(5 * SIZES.block), launched)
+
+
+@torch.inference_mode()
+def test_captured_stretches_are_the_launched_pass_and_bitwise_where_its_rows_need_no_padding(both: BothPaths) -> None:
+    slots, model = list(range(len(SIZES.prompts))), both.cuda_model
+    both.fast_logits([both.refresh_span(slot) for slot in slots])
+    mixed = [both.decode_span(5), both.decode_span(2), both.refresh_span(1), both.refresh_span(4)]
+    for spans in (mixed, [both.decode_span(slot) for slot in slots]):
+        layout = lay_out(spans, both.pass_sizes.short_rows, num_padded=0, pad_slot=SIZES.num_slots - 1)
+        table = torch.from_numpy(layout.table).to(DEVICE)
+        both.refresh.plan(layout.shape.long_lengths)
+        both.run_pass(layout.shape, table, layout.longest_span)
+        launched = both.cuda_model.hidden(len(spans) * SIZES.block).clone()
+        stretches, batch = StretchGraphs(), both.batch(table)
+        both.rows.places_T[layout.shape.num_rows :].fill_(both.fast.kv.last_place)
+
+        def run_stretch(number: int, num_rows: int, batch: DeviceBatch = batch) -> None:
+            model.run_stretch(number, model.views(num_rows), batch)
+
+        stretches.capture(768, model.num_stretches, run_stretch, launch_s=1.0)
+        num_rows = stretches.rows_for(layout.shape.num_rows)
+        assert num_rows is not None
+        both.cuda_model.hidden(len(spans) * SIZES.block).zero_()
+        both.run_pass(layout.shape, table, layout.longest_span, partial(stretches.replay, num_rows=num_rows))
+        replayed = both.cuda_model.hidden(len(spans) * SIZES.block)
+        if num_rows == layout.shape.num_rows:
+            assert torch.equal(replayed, launched)
+        else:
+            difference = (replayed.float() - launched.float()).square().mean().sqrt()
+            assert difference <= 0.03 * launched.float().std()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from dbench.serve.policy import SPANS
 from dbench.serve.runner import Phase, Span
 from dbench.serve.sequence import BlockTask, SamplingParameters
 from tests.serve.decoding import NUM_PAGES, PAGE_SIZE, Job, task_of
+from tests.serve.remote_hybrid import DECODE_ID, PREFILL_ID, served_by_remote_workers
 from tests.serve.server_builders import run
 from tests.serve.test_hybrid_served import hybrid_server, served, transferred
 from tests.serve.test_same_tokens import BLOCK_LENGTH, decode, different_jobs, engine
@@ -22,6 +24,8 @@ from tests.serve.test_same_tokens_served import NUM_JOBS
 
 pytestmark = pytest.mark.gpu
 
+TWO_HOSTS = {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1", "NCCL_IB_DISABLE": "1", "NCCL_SOCKET_IFNAME": "lo"}
+"""With different NCCL_HOSTIDs: NCCL refuses two ranks of one host on one device, and would not use sockets there."""
 HERE, THERE = (4, 9, 2, 7, 30, 31, 32, 33), (600, 3, 77, 5, 12, 13, 14, 15)
 """Pages on either runner."""
 
@@ -125,3 +129,20 @@ def test_hybrid_on_two_devices_gives_the_tokens_of_the_cpu(overflow: bool) -> No
         token_ids, events = run(served(server.address))
     assert token_ids == wanted
     assert {(block.prefill_worker_id, block.worker_id) for block in transferred(events)} == {(0, 1)}
+
+
+@pytest.mark.parametrize("overflow", [True, False])
+def test_hybrid_between_two_processes_on_one_device_gives_the_tokens_of_the_cpu(overflow: bool, tmp_path: Path) -> None:
+    with engine(overlap=False) as on_cpu:
+        wanted = [tuple(ids) for ids in decode(on_cpu, different_jobs(NUM_JOBS))]
+    token_ids, events = served_by_remote_workers(
+        tmp_path,
+        "--gpu",
+        "0",
+        environments=({**TWO_HOSTS, "NCCL_HOSTID": "one"}, {**TWO_HOSTS, "NCCL_HOSTID": "another"}),
+        gpu_memory_utilization=0.3,
+        enable_hybrid_prefill_overflow=overflow,
+        prefill_overload_threshold=400,
+    )
+    assert token_ids == wanted
+    assert {(block.prefill_worker_id, block.worker_id) for block in transferred(events)} == {(PREFILL_ID, DECODE_ID)}

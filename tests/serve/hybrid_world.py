@@ -9,6 +9,7 @@ import random
 from collections import deque
 from dataclasses import dataclass, field
 
+from dbench.options import PREFILL
 from dbench.serve.engine import Engine
 from dbench.serve.engine_state import EngineLimits
 from dbench.serve.fake_runner import NUM_LAYERS, FakeScript, ManualClock
@@ -17,7 +18,7 @@ from dbench.serve.pages import PagePool
 from dbench.serve.sequence import BlockEnd, BlockKey, BlockTask, Refreshed
 from dbench.serve.tracking import TrackedRequest
 from dbench.serve.transit import KvArrived, KvFailed, KvNews, KvSent
-from dbench.serve.wire import PREFILL, Submission
+from dbench.serve.wire import Submission
 from dbench.serve.wire_link import CancelBlock, Command, ReserveBlock, RunBlock, SendBlock
 from tests.serve.engine_builders import EOS, PAGE_SIZE, RecordingRunner
 from tests.serve.scheduler_builders import BLOCK, Hybrid, Rig, rules

@@ -6,10 +6,11 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from dbench.options import ServiceOptions
 from tests.serve.server_builders import WORKER_KEY, options
@@ -25,13 +26,19 @@ class WorkerProcess:
     """One `dbench worker`; its standard error is in `log`."""
 
     def __init__(
-        self, address: str, log: Path, *arguments: str, key: str = WORKER_KEY, prefix: Sequence[str] = ()
+        self,
+        address: str,
+        log: Path,
+        *arguments: str,
+        key: str = WORKER_KEY,
+        prefix: Sequence[str] = (),
+        environment: Mapping[str, str] = ENVIRONMENT,
     ) -> None:
         self.log = log
         with log.open("w", encoding="utf-8") as file:
             self.process = subprocess.Popen(
                 [*prefix, *COMMAND, "--scheduler", address, *arguments],
-                env={**ENVIRONMENT, "DBENCH_WORKER_KEY": key},
+                env={**environment, "DBENCH_WORKER_KEY": key},
                 stdout=subprocess.PIPE,
                 stderr=file,
                 text=True,
@@ -62,12 +69,10 @@ class WorkerProcess:
 
 
 @contextmanager
-def worker_process(
-    address: str, folder: Path, *arguments: str, key: str = WORKER_KEY, prefix: Sequence[str] = ()
-) -> Iterator[WorkerProcess]:
-    """Killed at the end if it still runs; `prefix` goes before its command."""
+def worker_process(address: str, folder: Path, *arguments: str, **given: Any) -> Iterator[WorkerProcess]:
+    """Killed at the end if it still runs; `given` as of WorkerProcess."""
     number = len(list(folder.glob("worker-*.log")))
-    worker = WorkerProcess(address, folder / f"worker-{number}.log", *arguments, key=key, prefix=prefix)
+    worker = WorkerProcess(address, folder / f"worker-{number}.log", *arguments, **given)
     try:
         yield worker
     finally:

@@ -10,6 +10,7 @@ from itertools import count
 from typing import Any, TypeVar
 
 from dbench.events import Event
+from dbench.options import COLOCATED
 from dbench.serve.finished import Retention
 from dbench.serve.fleet import Fleet, FleetRules
 from dbench.serve.placement import ColocatedPlacer, HybridPlacer, HybridRules, Placer
@@ -55,6 +56,8 @@ class Hybrid:
 
     num_prefill: int = 1
     num_colocated: int = 2
+    num_remote_prefill: int = 0
+    """Prefill workers that are expected from elsewhere."""
     num_pages: int = 32
     overflow: bool = True
     overload_threshold: int = 40
@@ -67,6 +70,7 @@ class Hybrid:
             FleetRules(
                 ["cpu"] * (self.num_prefill + self.num_colocated),
                 num_prefill=self.num_prefill,
+                num_remote_prefill=self.num_remote_prefill,
                 refreshes_anywhere=self.overflow,
             )
         )
@@ -138,9 +142,9 @@ class Rig:
         self.take()
         return status
 
-    def join(self, instance: str) -> int:
+    def join(self, instance: str, kind: str = COLOCATED) -> int:
         """A remote worker dials, and is ready at once; returns its id."""
-        worker = self.fleet.join(Hello("key", None, "cpu", 7, host=f"host of {instance}", instance=instance))
+        worker = self.fleet.join(Hello("key", None, "cpu", 7, host=f"host of {instance}", instance=instance, kind=kind))
         self.ready(worker.worker_id)
         return worker.worker_id
 

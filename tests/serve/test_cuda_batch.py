@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from dbench.serve.cuda_batch import NOTHING_WRITTEN, largest_shape, lay_out
-from dbench.serve.graphs import padded_size
+from dbench.serve.graphs import captured_rows, padded_size
 from dbench.serve.runner import Phase, Span
 
 PAD_SLOT = 9
@@ -79,3 +79,8 @@ def test_the_largest_pass_has_no_more_spans_than_sequences(
 
 def test_a_batch_far_below_the_only_size_is_launched_as_it_is() -> None:
     assert padded_size(2, {64: 0.070}, rows_per_span=32, launch_s=0.013) is None
+
+
+def test_stretches_are_captured_for_half_a_tile_and_whole_tiles() -> None:
+    assert captured_rows(500) == (64, 128, 256, 384)
+    assert captured_rows(63) == ()

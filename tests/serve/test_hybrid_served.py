@@ -20,23 +20,22 @@ from tests.serve.test_same_tokens import BLOCK_LENGTH, decode, different_jobs, e
 from tests.serve.test_same_tokens_served import NUM_JOBS, submission_of
 
 PREFILL_IDS, DECODE_IDS = {0, 1}, {2, 3}
+HYBRID: dict[str, object] = {
+    "mode": "hybrid",
+    "block_length": BLOCK_LENGTH,
+    "max_model_len": 512,
+    "kv_max_pages": 64,
+    "dtype": "float32",
+    "prefill_scheduler_policy": "round_robin",
+    "decode_scheduler_policy": "round_robin",
+}
+"""With pages for a few canvases at a time, so that blocks wait for them."""
 
 
 @contextmanager
 def hybrid_server(**given: object) -> Iterator[ServerProcess]:
-    """With pages for a few canvases at a time, so that blocks wait for them."""
-    defaults: dict[str, object] = {
-        "mode": "hybrid",
-        "prefill_gpus": "cpu,cpu",
-        "hybrid_colocated_gpus": "cpu,cpu",
-        "block_length": BLOCK_LENGTH,
-        "max_model_len": 512,
-        "kv_max_pages": 64,
-        "dtype": "float32",
-        "prefill_scheduler_policy": "round_robin",
-        "decode_scheduler_policy": "round_robin",
-    }
-    with launch(None, **{**defaults, **given}) as server:
+    local = {"prefill_gpus": "cpu,cpu", "hybrid_colocated_gpus": "cpu,cpu"}
+    with launch(None, **{**HYBRID, **local, **given}) as server:
         family = family_of(server.pid)
         yield server
     assert_all_end(family)

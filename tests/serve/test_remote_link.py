@@ -82,11 +82,58 @@ def test_a_hybrid_server_takes_only_workers_that_can_exchange_kv_with_its_own() 
             answer = await first_answer(server.endpoint.local_address, replace(STRANGER, device="cuda:0"))
             assert isinstance(answer, StreamEnded)
             assert answer.is_refusal
-            assert "got cuda:0, the prefill workers have cpu" in answer.reason
+            assert "got cuda:0, worker 0 has cpu" in answer.reason
             assert isinstance(await first_answer(server.endpoint.local_address, STRANGER), Welcome)
         async with server_with() as server:
             answer = await first_answer(server.endpoint.local_address, replace(STRANGER, device="cuda:0"))
             assert isinstance(answer, Welcome)
+
+    run(scenario())
+
+
+def test_remote_workers_of_a_hybrid_server_have_devices_of_one_sort_among_themselves() -> None:
+    async def scenario() -> None:
+        hybrid = {"mode": "hybrid", "gpus": None, "num_remote_workers": 1, "num_remote_prefill_workers": 1}
+        async with server_with(**hybrid) as server:
+            server.hub.join(replace(STRANGER, device="cuda:3", kind="prefill"))
+            answer = await first_answer(server.endpoint.local_address, replace(STRANGER, instance="b"))
+            assert isinstance(answer, StreamEnded)
+            assert "got cpu, worker 0 has cuda:3 on elsewhere" in answer.reason
+            server.hub.worker_gone(0, "it has gone")
+            answer = await first_answer(server.endpoint.local_address, replace(STRANGER, instance="b"))
+            assert isinstance(answer, Welcome)
+
+    run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        (
+            "prefill",
+            "this server is in colocated mode and takes no prefill worker; start the worker with --worker-type",
+        ),
+        ("idler", "the kind of a worker: got 'idler', wanted one of colocated, prefill"),
+    ],
+)
+def test_a_worker_of_a_kind_that_the_server_has_no_work_for_is_refused(kind: str, reason: str) -> None:
+    async def scenario() -> None:
+        async with server_with() as server:
+            answer = await first_answer(server.endpoint.local_address, replace(STRANGER, kind=kind))
+            assert isinstance(answer, StreamEnded)
+            assert answer.is_refusal
+            assert reason in answer.reason
+
+    run(scenario())
+
+
+def test_a_prefill_worker_is_welcome_as_one() -> None:
+    async def scenario() -> None:
+        hybrid = {"mode": "hybrid", "gpus": None, "prefill_gpus": "cpu", "hybrid_colocated_gpus": "cpu"}
+        async with server_with(**hybrid) as server:
+            answer = await first_answer(server.endpoint.local_address, replace(STRANGER, kind="prefill"))
+            assert isinstance(answer, Welcome)
+            assert (answer.worker_id, answer.kind) == (2, "prefill")
 
     run(scenario())
 

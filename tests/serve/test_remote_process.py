@@ -241,5 +241,5 @@ def test_a_worker_whose_device_hangs_ends_itself() -> None:
 def test_a_server_whose_workers_do_not_come_says_so(tmp_path: Path) -> None:
     service = at_free_port(**REMOTE, startup_timeout_s=0.5)
     with server_child(service, **REMOTE) as process:
-        assert "workers 0 (awaited) were not ready within startup_timeout_s 0.5" in answer(process)["error"]
+        assert "workers 0 (colocated, awaited) were not ready within startup_timeout_s 0.5" in answer(process)["error"]
         assert process.wait(60) == 1

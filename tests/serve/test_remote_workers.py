@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dbench.events import WorkerLeft, WorkerLost, WorkerUp
+from dbench.options import COLOCATED, PREFILL
 from dbench.serve.sequence import Status
 from dbench.serve.wire_link import Drain, Hello
-from tests.serve.scheduler_builders import MASK_ID, STARTUP_TIMEOUT_S, Rig, cancelled, done, rules
+from tests.serve.scheduler_builders import MASK_ID, STARTUP_TIMEOUT_S, Hybrid, Rig, cancelled, done, rules
 
 
 def test_a_worker_that_joins_gets_a_number_and_blocks() -> None:
@@ -156,3 +157,30 @@ def test_nobody_is_awaited_while_the_server_ends() -> None:
     rig.scheduler.drain_workers(rig.now_s)
     rig.lose(0)
     assert rig.states() == ["ended", "ended"]
+
+
+def test_a_worker_that_joins_takes_a_place_of_its_kind() -> None:
+    rig = Rig(hybrid=Hybrid(num_prefill=0, num_colocated=1, num_remote_prefill=1))
+    assert rig.join("a") == 2
+    completeness = [rig.fleet.is_complete]
+    assert rig.join("b", PREFILL) == 1
+    assert [*completeness, rig.fleet.is_complete] == [False, True]
+    rig.lose(2)
+    assert [rig.join("c", PREFILL), rig.join("d")] == [3, 2]
+    assert [worker.kind for worker in rig.fleet.statuses()] == [COLOCATED, PREFILL, COLOCATED, PREFILL]
+
+
+def test_workers_are_counted_by_kind() -> None:
+    rig = Rig(hybrid=Hybrid(num_prefill=1, num_colocated=2, num_remote_prefill=1))
+    rig.join("a")
+    counts = [(count.kind, count.expected, count.ready) for count in rig.fleet.counts()]
+    assert counts == [(PREFILL, 2, 1), (COLOCATED, 2, 3)]
+    assert [(count.kind, count.expected) for count in Rig(num_remote=1).fleet.counts()] == [(COLOCATED, 3)]
+
+
+def test_requests_wait_for_a_prefill_worker_where_nobody_else_refreshes() -> None:
+    rig = Rig(hybrid=Hybrid(num_prefill=0, num_colocated=1, num_remote_prefill=1, overflow=False))
+    tracked = rig.submit()
+    statuses = [tracked.status, rig.fleet.can_work]
+    rig.join("a", PREFILL)
+    assert [*statuses, tracked.status, rig.fleet.can_work] == [Status.PENDING, False, Status.PREFILLING, True]

@@ -1,4 +1,4 @@
-"""A worker behind a network of its own: it works, is lost with its cable, and comes back with it."""
+"""A worker behind a network of its own: it gives the tokens of others, is cut off with its cable, and comes back."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.serve.two_hosts import NAMESPACE
+from tests.serve.two_hosts import CASES, NAMESPACE
 
 PATIENCE_S = 180
 PROBE = "ip link add probe type veth peer name other && ip link set probe up"
@@ -24,11 +24,12 @@ def why_not() -> str:
     return "" if done.returncode == 0 else f"no network namespace here: {done.stderr.strip()}"
 
 
-def test_a_worker_on_another_host_works_is_cut_off_and_comes_back(tmp_path: Path) -> None:
+@pytest.mark.parametrize("case", CASES)
+def test_a_worker_on_another_host_works_is_cut_off_and_comes_back(case: str, tmp_path: Path) -> None:
     if reason := why_not():
         pytest.skip(reason)
     done = subprocess.run(
-        [*NAMESPACE, sys.executable, "-m", "tests.serve.two_hosts", str(tmp_path)],
+        [*NAMESPACE, sys.executable, "-m", "tests.serve.two_hosts", case, str(tmp_path)],
         capture_output=True,
         text=True,
         timeout=PATIENCE_S,

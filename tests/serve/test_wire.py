@@ -93,6 +93,7 @@ WORKER_MESSAGES = (
         version=TEXT,
         host=TEXT,
         instance=TEXT,
+        kind=TEXT,
     )
     | st.builds(wire_link.Ready, pages_total=INT32, kv_page_size=INT32, max_model_len=INT32)
     | st.builds(
@@ -156,6 +157,7 @@ STATUSES = st.builds(
     num_requests_in_server=INT32,
     tokenizer=TEXT,
     metrics_output_dir=TEXT,
+    worker_counts=st.lists(st.builds(wire.WorkerCount, TEXT, INT32, INT32), max_size=2).map(tuple),
 )
 
 

@@ -1,6 +1,6 @@
 """A server and a worker in two network namespaces with a cable between them, which is pulled and plugged in again.
 
-`unshare --user --map-root-user --net python -m tests.serve.two_hosts FOLDER`: everything that is set up here goes
+`unshare --user --map-root-user --net python -m tests.serve.two_hosts CASE FOLDER`: everything that is set up here goes
 with the namespaces, and those with the last process in them.
 """
 
@@ -9,11 +9,12 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Set
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
-from dbench.events import WorkerLost
+from dbench.events import BlockFinished, WorkerLost
 from dbench.serve.client import Client, submit_and_wait
 from dbench.serve.sequence import SamplingParameters
 from dbench.serve.wire import Submission
@@ -25,6 +26,38 @@ SERVER, WORKER = "10.77.0.1", "10.77.0.2"
 NAMESPACE = ("unshare", "--user", "--map-root-user", "--net")
 SLOW = SamplingParameters("conf_quota", fixed_unmask_quota=1)
 WANTS = [Submission(tuple(range(1, 30 + i)), 64, SLOW, request_seed=i, ignore_eos=True) for i in range(6)]
+
+
+HYBRID: Mapping[str, object] = {
+    "mode": "hybrid",
+    "prefill_gpus": "cpu",
+    "hybrid_colocated_gpus": "cpu",
+    "prefill_scheduler_policy": "round_robin",
+    "decode_scheduler_policy": "round_robin",
+    "enable_hybrid_prefill_overflow": False,
+    "master_addr": SERVER,
+    "master_port": 0,
+    "kv_transfer_timeout_s": 2.0,
+}
+"""With a worker of each kind on the server's host."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A server, and the worker on the other host."""
+
+    options: Mapping[str, object]
+    kind: str
+    worker_id: int
+    pairs: Set[tuple[int, int]]
+    """Senders and receivers of KV, where the worker is one of them."""
+
+
+CASES = {
+    "colocated": Case({}, "colocated", 1, set()),
+    "refreshes for a hybrid server": Case(HYBRID, "prefill", 2, {(2, 1)}),
+    "decodes for a hybrid server": Case(HYBRID, "colocated", 2, {(0, 2)}),
+}
 
 
 def ip(*arguments: str, prefix: tuple[str, ...] = ()) -> None:
@@ -57,16 +90,25 @@ async def results_of(client: Client) -> list[tuple[int, ...]]:
     return [result.token_ids for result in results]
 
 
-async def scenario(address: str, worker: WorkerProcess) -> None:
+async def results_at(address: str) -> list[tuple[int, ...]]:
+    async with Client(address) as client:
+        return await results_of(client)
+
+
+async def scenario(case: Case, address: str, worker: WorkerProcess, wanted: list[tuple[int, ...]]) -> None:
     async with Client(address) as client:
 
         async def has_state(*states: str) -> None:
             async def is_there() -> bool:
-                return (await client.status()).workers[1].state in states
+                return (await client.status()).workers[case.worker_id].state in states
 
             await eventually(is_there)
 
-        wanted = await results_of(client)
+        async def pages_are_back() -> bool:
+            return all(w.pages_used == 0 for w in (await client.status()).workers)
+
+        assert await results_of(client) == wanted
+        assert await pairs_with(client, case.worker_id) == case.pairs
         running = asyncio.ensure_future(results_of(client))
         await has_state("busy")
         ip("link", "set", "cable", "down")
@@ -75,25 +117,36 @@ async def scenario(address: str, worker: WorkerProcess) -> None:
         reasons = [e.reason for e in await events_of(client) if isinstance(e, WorkerLost)]
         assert [reason.startswith("nothing was heard of it") for reason in reasons] == [True]
         ip("link", "set", "cable", "up")
-        assert await asyncio.to_thread(worker.wait_until_ready) == f"ready as worker 1 of {address}"
+        assert await asyncio.to_thread(worker.wait_until_ready) == f"ready as worker {case.worker_id} of {address}"
+        await client.reset_metrics()
         assert await results_of(client) == wanted
-        assert [w.pages_used for w in (await client.status()).workers] == [0, 0]
+        assert await pairs_with(client, case.worker_id) == case.pairs
+        await eventually(pages_are_back)
 
 
-def main(folder: Path) -> None:
+async def pairs_with(client: Client, worker_id: int) -> set[tuple[int, int]]:
+    """The workers that refreshed a block and those that decoded it, where this one was one of two."""
+    found = [e for e in await events_of(client) if isinstance(e, BlockFinished)]
+    pairs = {(e.prefill_worker_id, e.worker_id) for e in found if e.prefill_worker_id is not None}
+    return {pair for pair in pairs if worker_id in pair}
+
+
+def main(case: Case, folder: Path) -> None:
     given = {"host": SERVER, "allow_insecure_bind": True, "worker_key": WORKER_KEY, "worker_timeout_s": 3.0}
-    with (
-        other_host() as prefix,
-        launch(folder / "server.log", **given) as server,
-        worker_process(server.address, folder, prefix=prefix) as worker,
-    ):
-        family = family_of(server.pid)
-        assert worker.wait_until_ready() == f"ready as worker 1 of {server.address}"
-        run(scenario(server.address, worker))
-        worker.process.terminate()
-        assert worker.exit_code() == 0
-    assert_all_end(family)
+    with other_host() as prefix:
+        with launch(folder / "colocated.log") as colocated:
+            wanted = run(results_at(colocated.address))
+        with (
+            launch(folder / "server.log", **given, **case.options) as server,
+            worker_process(server.address, folder, "--worker-type", case.kind, prefix=prefix) as worker,
+        ):
+            family = family_of(server.pid)
+            assert worker.wait_until_ready() == f"ready as worker {case.worker_id} of {server.address}"
+            run(scenario(case, server.address, worker, wanted))
+            worker.process.terminate()
+            assert worker.exit_code() == 0
+        assert_all_end(family)
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(CASES[sys.argv[1]], Path(sys.argv[2]))

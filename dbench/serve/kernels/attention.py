@@ -21,6 +21,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dbench.serve.kernels.overlap import overlap_options, wait_for_kernels_before
+
 LOG2_E = 1.4426950408889634
 
 
@@ -67,7 +69,7 @@ def choose_tiling(shape: LaunchShape, device: torch.device) -> Tiling:
         block_n, num_warps = 128, 4
     else:
         block_m, block_n, num_warps = 128, 128, 8
-    num_stages = 3
+    num_stages = 2 if block_m <= 32 and programs(block_m) > limits.num_processors else 3
     while (2 * num_stages * block_n + block_m) * shape.bytes_per_key_head > limits.shared_memory and block_m > 16:
         # keys and values of every stage, and the queries
         if block_n > 16:
@@ -195,8 +197,9 @@ def _span_attention_kernel(
     scale_log2, q_stride, place_stride, pages_stride, num_chunks,
     M: tl.constexpr, H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, PAGE_SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, IS_SPLIT: tl.constexpr, VALUES_FIRST: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
+    wait_for_kernels_before(OVERLAPS)
     G: tl.constexpr = H // K
     TILES: tl.constexpr = (M * G + BLOCK_M - 1) // BLOCK_M
     head, tile = tl.program_id(0) % K, tl.program_id(0) // K
@@ -290,7 +293,7 @@ class SpanAttention:
             tiling.num_chunks, M=num_rows, H=heads, K=kv_heads, D=head_dim, PAGE_SIZE=keys.page_size,
             BLOCK_M=tiling.block_m, BLOCK_N=tiling.block_n, IS_SPLIT=is_split, VALUES_FIRST=tiling.values_first,
             PRECISION="ieee" if q_RHD.dtype == torch.float32 else "tf32",
-            num_warps=tiling.num_warps, num_stages=tiling.num_stages,
+            num_warps=tiling.num_warps, num_stages=tiling.num_stages, **overlap_options(q_RHD.device),
         )  # fmt: skip
 
     def _queries(self, num_rows: int) -> int:

@@ -10,12 +10,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dbench.serve.kernels.overlap import overlap_options, wait_for_kernels_before
+
 HEADS_PER_PROGRAM = 8
 GATE_WIDTH = 2048
 
 
 @triton.jit
-def _rms_norm_kernel(x_ptr, weight_ptr, out_ptr, eps, E: tl.constexpr, E_PADDED: tl.constexpr):
+def _rms_norm_kernel(x_ptr, weight_ptr, out_ptr, eps, E: tl.constexpr, E_PADDED: tl.constexpr, OVERLAPS: tl.constexpr):
+    wait_for_kernels_before(OVERLAPS)
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, E_PADDED)
     inside = column < E
@@ -29,16 +32,18 @@ def rms_norm(x_TE: Tensor, weight_E: Tensor, eps: float, out_TE: Tensor) -> None
     """x / sqrt(mean(x^2) + eps) x weight of every row, computed in float32, into `out_TE`."""
     width = x_TE.shape[1]
     _rms_norm_kernel[(len(x_TE),)](
-        x_TE, weight_E, out_TE, eps, E=width, E_PADDED=triton.next_power_of_2(width), num_warps=8
-    )
+        x_TE, weight_E, out_TE, eps, E=width, E_PADDED=triton.next_power_of_2(width), num_warps=8,
+        **overlap_options(x_TE.device),
+    )  # fmt: skip
 
 
 @triton.jit
 def _rotate_kernel(
     x_ptr, bias_ptr, position_ptr, place_ptr, cos_ptr, sin_ptr, key_ptr, value_ptr, x_stride, place_stride,
     H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, HEADS: tl.constexpr, FIRST_HEAD: tl.constexpr,
-    LAST_HEAD: tl.constexpr, HAS_BIAS: tl.constexpr,
+    LAST_HEAD: tl.constexpr, HAS_BIAS: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
+    wait_for_kernels_before(OVERLAPS)
     row = tl.program_id(0).to(tl.int64)
     HALF: tl.constexpr = D // 2
     head = FIRST_HEAD + tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
@@ -103,11 +108,13 @@ class Rotary:
             x.stride(0), key.stride(0),
             H=self._num_heads, K=self._num_kv_heads, D=self._head_dim, HEADS=heads, FIRST_HEAD=first_head,
             LAST_HEAD=first_head + x.shape[1], HAS_BIAS=bias_F is not None, num_warps=4,
+            **overlap_options(x.device),
         )  # fmt: skip
 
 
 @triton.jit
-def _gate_kernel(gate_up_ptr, out_ptr, M: tl.constexpr, WIDTH: tl.constexpr):
+def _gate_kernel(gate_up_ptr, out_ptr, M: tl.constexpr, WIDTH: tl.constexpr, OVERLAPS: tl.constexpr):
+    wait_for_kernels_before(OVERLAPS)
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     inside = column < M
@@ -120,5 +127,5 @@ def silu_times(gate_up_TM: Tensor, out_TM: Tensor) -> None:
     """silu(gate) x up of rows that hold gate and up side by side, [T, 2 M] -> [T, M], computed in float32."""
     width = out_TM.shape[1]
     _gate_kernel[(len(out_TM), triton.cdiv(width, GATE_WIDTH))](
-        gate_up_TM, out_TM, M=width, WIDTH=GATE_WIDTH, num_warps=8
+        gate_up_TM, out_TM, M=width, WIDTH=GATE_WIDTH, num_warps=8, **overlap_options(out_TM.device)
     )

@@ -107,7 +107,7 @@ class ServerStatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class ServerStatusReply(_message.Message):
-    __slots__ = ("version", "ready_for_requests", "model", "block_length", "max_gen_len", "max_model_len", "vocabulary_size", "reserved_token_ids", "mask_token_id", "eos_token_ids", "workers", "resolved_config_json", "environment_json", "now_s", "num_requests_in_server", "tokenizer", "metrics_output_dir")
+    __slots__ = ("version", "ready_for_requests", "model", "block_length", "max_gen_len", "max_model_len", "vocabulary_size", "reserved_token_ids", "mask_token_id", "eos_token_ids", "workers", "resolved_config_json", "environment_json", "now_s", "num_requests_in_server", "tokenizer", "metrics_output_dir", "worker_counts")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     READY_FOR_REQUESTS_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
@@ -125,6 +125,7 @@ class ServerStatusReply(_message.Message):
     NUM_REQUESTS_IN_SERVER_FIELD_NUMBER: _ClassVar[int]
     TOKENIZER_FIELD_NUMBER: _ClassVar[int]
     METRICS_OUTPUT_DIR_FIELD_NUMBER: _ClassVar[int]
+    WORKER_COUNTS_FIELD_NUMBER: _ClassVar[int]
     version: str
     ready_for_requests: bool
     model: str
@@ -142,7 +143,18 @@ class ServerStatusReply(_message.Message):
     num_requests_in_server: int
     tokenizer: str
     metrics_output_dir: str
-    def __init__(self, version: _Optional[str] = ..., ready_for_requests: _Optional[bool] = ..., model: _Optional[str] = ..., block_length: _Optional[int] = ..., max_gen_len: _Optional[int] = ..., max_model_len: _Optional[int] = ..., vocabulary_size: _Optional[int] = ..., reserved_token_ids: _Optional[_Iterable[int]] = ..., mask_token_id: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., resolved_config_json: _Optional[str] = ..., environment_json: _Optional[str] = ..., now_s: _Optional[float] = ..., num_requests_in_server: _Optional[int] = ..., tokenizer: _Optional[str] = ..., metrics_output_dir: _Optional[str] = ...) -> None: ...
+    worker_counts: _containers.RepeatedCompositeFieldContainer[WorkerCount]
+    def __init__(self, version: _Optional[str] = ..., ready_for_requests: _Optional[bool] = ..., model: _Optional[str] = ..., block_length: _Optional[int] = ..., max_gen_len: _Optional[int] = ..., max_model_len: _Optional[int] = ..., vocabulary_size: _Optional[int] = ..., reserved_token_ids: _Optional[_Iterable[int]] = ..., mask_token_id: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., resolved_config_json: _Optional[str] = ..., environment_json: _Optional[str] = ..., now_s: _Optional[float] = ..., num_requests_in_server: _Optional[int] = ..., tokenizer: _Optional[str] = ..., metrics_output_dir: _Optional[str] = ..., worker_counts: _Optional[_Iterable[_Union[WorkerCount, _Mapping]]] = ...) -> None: ...
+
+class WorkerCount(_message.Message):
+    __slots__ = ("kind", "expected", "ready")
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    EXPECTED_FIELD_NUMBER: _ClassVar[int]
+    READY_FIELD_NUMBER: _ClassVar[int]
+    kind: str
+    expected: int
+    ready: int
+    def __init__(self, kind: _Optional[str] = ..., expected: _Optional[int] = ..., ready: _Optional[int] = ...) -> None: ...
 
 class WorkerStatus(_message.Message):
     __slots__ = ("worker_id", "kind", "device", "ready", "state", "pages_total", "pages_used", "kv_page_size", "queue_depth_waiting", "queue_depth_active", "outstanding_prefill_tokens", "num_iterations", "num_forward_passes", "num_unmasked_tokens", "pid", "num_losses")
@@ -305,7 +317,7 @@ class WorkerMessage(_message.Message):
     def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., ready: _Optional[_Union[Ready, _Mapping]] = ..., progress: _Optional[_Union[Progress, _Mapping]] = ..., fatal: _Optional[str] = ..., leaving: _Optional[_Union[Leaving, _Mapping]] = ...) -> None: ...
 
 class Hello(_message.Message):
-    __slots__ = ("worker_key", "worker_id", "device", "pid", "version", "host", "instance")
+    __slots__ = ("worker_key", "worker_id", "device", "pid", "version", "host", "instance", "kind")
     WORKER_KEY_FIELD_NUMBER: _ClassVar[int]
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     DEVICE_FIELD_NUMBER: _ClassVar[int]
@@ -313,6 +325,7 @@ class Hello(_message.Message):
     VERSION_FIELD_NUMBER: _ClassVar[int]
     HOST_FIELD_NUMBER: _ClassVar[int]
     INSTANCE_FIELD_NUMBER: _ClassVar[int]
+    KIND_FIELD_NUMBER: _ClassVar[int]
     worker_key: str
     worker_id: int
     device: str
@@ -320,7 +333,8 @@ class Hello(_message.Message):
     version: str
     host: str
     instance: str
-    def __init__(self, worker_key: _Optional[str] = ..., worker_id: _Optional[int] = ..., device: _Optional[str] = ..., pid: _Optional[int] = ..., version: _Optional[str] = ..., host: _Optional[str] = ..., instance: _Optional[str] = ...) -> None: ...
+    kind: str
+    def __init__(self, worker_key: _Optional[str] = ..., worker_id: _Optional[int] = ..., device: _Optional[str] = ..., pid: _Optional[int] = ..., version: _Optional[str] = ..., host: _Optional[str] = ..., instance: _Optional[str] = ..., kind: _Optional[str] = ...) -> None: ...
 
 class Leaving(_message.Message):
     __slots__ = ()
