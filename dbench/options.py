@@ -67,6 +67,15 @@ class ServiceOptions:
         serve_only=True,
         mode=HYBRID,
     )
+    base_worker_port: int = option(
+        20100,
+        "Port of the first worker's health and metrics (HTTP), at the server's host; the others have those after it. "
+        "0: any free ones.",
+        panel="Service",
+        minimum=0,
+        maximum=65535,
+        serve_only=True,
+    )
     api_key: str | None = option(
         None, "Key that clients must send (authorization: Bearer KEY).", panel="Service", secret=True, auto="no key"
     )
@@ -305,6 +314,14 @@ class WorkerOptions:
     model: str | None = option(None, "Model directory on this host.", panel="Worker", auto="where the server has it")
     num_threads: int | None = option(
         None, "Threads that compute on the CPU.", panel="Worker", minimum=1, auto="one per core"
+    )
+    worker_port: int | None = option(
+        None,
+        "Port of its health and metrics (HTTP), at 127.0.0.1; 0: any free one.",
+        panel="Worker",
+        minimum=0,
+        maximum=65535,
+        auto="none",
     )
     drain_timeout_s: float = option(
         30.0,

@@ -16,7 +16,7 @@ from dbench.config import AUTO_PREFIX, Resolved
 from dbench.engine_options import DEVICE_OPTIONS, NO_DEVICE
 from dbench.errors import ModelError, OptionError
 from dbench.options import HYBRID, EngineOptions, SamplingOptions, ServiceOptions, options_of
-from dbench.serve.address import address_fault, meeting_fault
+from dbench.serve.address import address_fault, meeting_fault, worker_ports_fault
 from dbench.serve.families import (
     EMBEDDED,
     ModelConfig,
@@ -279,6 +279,7 @@ def network(plan: ServePlan) -> ServePlan:
     fault = tls_fault(service) or address_fault(service)
     if fault is None and plan.engine.mode == HYBRID:
         fault = meeting_fault(service)
+    fault = fault or worker_ports_fault(service, plan.engine.num_workers)
     if fault is not None:
         raise plan.refused(fault.option, fault.got, fault.wanted)
     return plan

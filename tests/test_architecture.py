@@ -110,6 +110,7 @@ LAYERS = {
     "dbench.serve.handover": 5,
     "dbench.serve.status": 5,
     "dbench.serve.endpoint": 5,
+    "dbench.serve.worker_board": 5,
     "dbench.serve.worker_stream": 5,
     "dbench.serve.child": 5,
     "dbench.serve.worker": 5,

@@ -43,6 +43,7 @@ def worker_config(resolved: Resolved) -> RemoteWorkerConfig:
         drain_timeout_s=options.drain_timeout_s,
         reconnect_timeout_s=options.reconnect_timeout_s,
         tls_ca=options.tls_ca,
+        board_port=options.worker_port,
         kind=options.worker_type,
     )
 

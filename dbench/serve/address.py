@@ -9,6 +9,8 @@ from dataclasses import dataclass
 
 from dbench.options import ServiceOptions
 
+LAST_PORT = 65535
+
 
 @dataclass(frozen=True, slots=True)
 class AddressFault:
@@ -47,6 +49,24 @@ def meeting_fault(service: ServiceOptions) -> AddressFault | None:
             "master_port", f"{port}, which is scheduler_port too", "another port, or 0 for any free one"
         )
     return _bind_fault("master_addr", host, "master_port", port)
+
+
+def worker_ports_fault(service: ServiceOptions, num_workers: int) -> AddressFault | None:
+    """The same for the ports of the workers' health and metrics, one after another from base_worker_port."""
+    base = service.base_worker_port
+    others = {service.scheduler_port: "scheduler_port", service.master_port: "master_port"}
+    for port in range(base, base + num_workers) if base else ():
+        if port > LAST_PORT:
+            return AddressFault(
+                "base_worker_port", str(base), f"at most {LAST_PORT - num_workers + 1} for {num_workers} workers"
+            )
+        if port in others:
+            wanted = "ports of their own for the workers, or 0 for any free ones"
+            return AddressFault("base_worker_port", f"{base}, and so {port}, which is {others[port]} too", wanted)
+        fault = _bind_fault("host", service.host, "base_worker_port", port)
+        if fault is not None:
+            return fault
+    return None
 
 
 def listen_on(host: str, port: int, backlog: int = 128) -> socket.socket:
