@@ -10,6 +10,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from contextlib import closing
+from pathlib import Path
 
 import pytest
 
@@ -18,8 +19,9 @@ from dbench.serve.client import Client, submit_and_wait
 from dbench.serve.sequence import BlockEnd, BlockKey, BlockOutcome, Fault
 from dbench.serve.wire import ServerStatus, Submission
 from dbench.serve.worker_board import Availability, BoardServer, WorkerBoard
-from tests.serve.process_builders import answer, assert_all_end, family_of, server_child
-from tests.serve.server_builders import run
+from tests.serve.process_builders import answer, assert_all_end, family_of, launch, server_child
+from tests.serve.remote_builders import is_bindable, worker_process
+from tests.serve.server_builders import WORKER_KEY, run
 
 HOST = "127.0.0.1"
 
@@ -150,9 +152,7 @@ def test_workers_of_a_server_have_their_ports_and_free_them() -> None:
         server.send_signal(signal.SIGTERM)
         assert server.wait(60) == 0
     assert_all_end(family)
-    for address in addresses:
-        with socket.create_server((HOST, port_of(address))):
-            pass
+    assert all(is_bindable(address) for address in addresses)
 
 
 def port_of(address: str) -> int:
@@ -169,3 +169,21 @@ def two_free_ports() -> int:
                     return port
             except (OSError, OverflowError):
                 continue
+
+
+def test_a_worker_of_another_host_shows_its_figures_and_frees_its_port(tmp_path: Path) -> None:
+    port = two_free_ports()
+    address = f"{HOST}:{port}"
+    with launch(gpus="cpu", worker_key=WORKER_KEY) as server:
+        with worker_process(server.address, tmp_path, "--worker-port", str(port)) as worker:
+            assert worker.wait_until_ready() == f"ready as worker 1 of {server.address}"
+            assert run(status_of(server.address)).workers[1].metrics_address == address
+            assert json.loads(get(address, "/health")[1])["worker_id"] == 1
+            worker.process.send_signal(signal.SIGTERM)
+            assert worker.exit_code() == 0
+        assert is_bindable(address)
+
+
+async def status_of(address: str) -> ServerStatus:
+    async with Client(address) as client:
+        return await client.status()
