@@ -15,7 +15,8 @@ from pathlib import Path
 from dbench.config import AUTO_PREFIX, Resolved
 from dbench.engine_options import DEVICE_OPTIONS, NO_DEVICE
 from dbench.errors import ModelError, OptionError
-from dbench.options import HYBRID, EngineOptions, SamplingOptions, ServiceOptions, options_of
+from dbench.option_conflicts import refuse_foreign, refuse_useless
+from dbench.options import HYBRID, EngineOptions, SamplingOptions, ServiceOptions
 from dbench.serve.address import address_fault, meeting_fault, worker_ports_fault
 from dbench.serve.families import (
     EMBEDDED,
@@ -111,15 +112,9 @@ def resolve_serve(
 
 
 def mode(plan: ServePlan) -> ServePlan:
-    """No option and no policy of the other mode."""
+    """No option and no policy of the other mode, and none that would do nothing."""
     engine, resolved = plan.engine, plan.resolved
-    for option in (*options_of(EngineOptions), *options_of(ServiceOptions)):
-        is_foreign = option.spec.mode not in ("", engine.mode)
-        if is_foreign and resolved.is_explicit(option.name) and resolved.value(option.name) != option.default:
-            raise OptionError(
-                f"{resolved.place(option.name)}: belongs to mode {option.spec.mode}, and the mode is {engine.mode}; "
-                f"leave it out, or give --mode {option.spec.mode}"
-            )
+    refuse_foreign(resolved)
     if engine.mode == HYBRID:
         if engine.prefill_scheduler_policy not in HYBRID_PREFILL_ROUTES:
             known = ", ".join(HYBRID_PREFILL_ROUTES)
@@ -135,6 +130,7 @@ def mode(plan: ServePlan) -> ServePlan:
         except ValueError as error:
             got = f"{engine.kv_fast_pairs!r}, where {error}"
             raise plan.refused("kv_fast_pairs", got, "pairs of different devices such as 0-1,2-3") from None
+    refuse_useless(resolved)
     return plan
 
 

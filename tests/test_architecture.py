@@ -25,6 +25,7 @@ LAYERS = {
     "dbench.unmasking_rules": 0,
     "dbench.values": 1,
     "dbench.config": 1,
+    "dbench.option_conflicts": 1,
     "dbench.resolve": 1,
     "dbench.measure": 0,
     "dbench.metric_names": 1,

@@ -7,7 +7,7 @@ import random
 import re
 from collections import Counter
 from collections.abc import Mapping
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -106,6 +106,8 @@ class Outcome:
     gone_away: set[str] = field(default_factory=set)
     processes: set[psutil.Process] = field(default_factory=set)
     """All workers that were ever seen."""
+    addresses: set[str] = field(default_factory=set)
+    """host:port at which the server or a worker was ever seen to listen."""
     faults: Counter[Fault] = field(default_factory=Counter)
 
 
@@ -255,6 +257,7 @@ class Chaos:
         async def is_calm() -> bool:
             status = await client.status()
             self.outcome.processes |= set(self._workers())
+            self.outcome.addresses |= listened_at([psutil.Process(self._server.pid), *self._workers()])
             is_idle = not any(worker.pages_used or worker.outstanding_prefill_tokens for worker in status.workers)
             return is_idle and sum(worker.ready for worker in status.workers) == self._num_workers
 
@@ -277,6 +280,16 @@ class Chaos:
         finished = Counter(e.request_id for e in events if isinstance(e, RequestFinished))
         assert arrived == finished == Counter(dict.fromkeys(states, 1))
         assert sum(isinstance(e, WorkerLost) for e in events) >= self.outcome.faults[Fault.KILL]
+
+
+def listened_at(processes: list[psutil.Process]) -> set[str]:
+    """Where they take connections at the moment, at any port of IPv4."""
+    found: set[str] = set()
+    for process in processes:
+        with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+            own = [c.laddr for c in process.net_connections("tcp4") if c.status == psutil.CONN_LISTEN]
+            found |= {f"{address.ip}:{address.port}" for address in own}
+    return found
 
 
 async def _resume(process: psutil.Process, after_s: float) -> None:
