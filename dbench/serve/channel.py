@@ -30,6 +30,8 @@ SENDER, RECEIVER = 0, 1
 """Ranks."""
 NCCL_POLL_S = 0.0002
 STORE_POLL_S = 0.002
+IDLE_POLL_S = 0.05
+"""The same while nothing is to come."""
 SENDER_IS_HERE = "sender is here"
 MAX_REASON = 200
 """Characters."""
@@ -202,11 +204,12 @@ def _await_sender(store: Any, timeout_s: float, is_wanted: Callable[[], bool]) -
     late_s = time.monotonic() + timeout_s
     while not _guarded(lambda: store.check([SENDER_IS_HERE])):
         now_s = time.monotonic()
-        if not is_wanted():
+        wanted = is_wanted()
+        if not wanted:
             late_s = now_s + timeout_s
         elif now_s > late_s:
             raise ChannelBroken(f"it did not come within {timeout_s:g} s")
-        time.sleep(STORE_POLL_S)
+        time.sleep(STORE_POLL_S if wanted else IDLE_POLL_S)
 
 
 def _own_address(host: str, port: int) -> str:

@@ -29,7 +29,7 @@ from dbench.errors import (
     ServerUnavailable,
     one_line,
 )
-from dbench.options import COLOCATED, EngineOptions
+from dbench.options import COLOCATED, PREFILL, EngineOptions
 from dbench.serve.deployment import Deployment, deployment_of
 from dbench.serve.engine import Engine
 from dbench.serve.wire_link import Fatal, Hello, Leaving, Welcome
@@ -250,7 +250,8 @@ class RemoteWorker:
             return self._loaded
         self._unload()
         deployment = deployment_on_this_host(welcome, self._config.model)
-        runner, deployment = load_runner(deployment, self._config.device, self._config.num_threads)
+        config, refresh_only = self._config, welcome.kind == PREFILL
+        runner, deployment = load_runner(deployment, config.device, config.num_threads, refresh_only=refresh_only)
         self._loaded = Loaded(welcome.engine, welcome.model_fingerprint, deployment, runner)
         return self._loaded
 

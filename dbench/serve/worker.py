@@ -162,7 +162,9 @@ class WorkerLoop:
         return refused
 
 
-def load_runner(deployment: Deployment, device: str, num_threads: int) -> tuple[KvRunner, Deployment]:
+def load_runner(
+    deployment: Deployment, device: str, num_threads: int, *, refresh_only: bool
+) -> tuple[KvRunner, Deployment]:
     """Load the model and run it once; the deployment then has the number of KV pages.
 
     Raises ModelError, OptionError or ServerStartError.
@@ -183,9 +185,10 @@ def load_runner(deployment: Deployment, device: str, num_threads: int) -> tuple[
         mask_token_id=deployment.mask_token_id,
         num_threads=num_threads,
     )
-    runner, num_pages = (
-        _load_on_cuda(config, deployment) if device.startswith("cuda") else _load_on_cpu(config, deployment)
-    )
+    if device.startswith("cuda"):
+        runner, num_pages = _load_on_cuda(config, deployment, refresh_only=refresh_only)
+    else:
+        runner, num_pages = _load_on_cpu(config, deployment)
     if options.profile_dir is not None:
         from dbench.serve.profiled_runner import ProfiledRunner
 
@@ -205,7 +208,7 @@ def _load_on_cpu(config: RunnerConfig, deployment: Deployment) -> tuple[KvRunner
     return runner, config.num_pages
 
 
-def _load_on_cuda(config: RunnerConfig, deployment: Deployment) -> tuple[KvRunner, int]:
+def _load_on_cuda(config: RunnerConfig, deployment: Deployment, *, refresh_only: bool) -> tuple[KvRunner, int]:
     from dbench.serve.cuda_build import CudaSettings, build_cuda_runner
 
     options = deployment.options
@@ -217,7 +220,7 @@ def _load_on_cuda(config: RunnerConfig, deployment: Deployment) -> tuple[KvRunne
             cache_mode=options.cache_mode,
             attention_backend=options.attention_backend,
             gpu_memory_utilization=options.gpu_memory_utilization,
-            graph_batch_sizes=deployment.graph_batch_sizes(),
+            graph_batch_sizes=deployment.graph_batch_sizes(refresh_only=refresh_only),
             measured_layer=deployment.measured_layer(),
         ),
     )
@@ -292,7 +295,8 @@ def run_worker(config: WorkerConfig, stream: WorkerStream) -> None:
 def _serve(config: WorkerConfig, stream: WorkerStream, board: WorkerBoard, board_server: BoardServer) -> None:
     welcome = wait_for_welcome(stream)
     deployment = deployment_of(welcome.engine)
-    runner, deployment = load_runner(deployment, config.device, config.num_threads)
+    refresh_only = welcome.kind == PREFILL
+    runner, deployment = load_runner(deployment, config.device, config.num_threads, refresh_only=refresh_only)
     try:
         transfer = new_transfer(welcome, deployment, runner, stream)
         engine = new_engine(welcome, deployment, runner, transfer)
