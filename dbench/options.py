@@ -69,8 +69,7 @@ class ServiceOptions:
     )
     base_worker_port: int = option(
         20100,
-        "Port of the first worker's health and metrics (HTTP), at the server's host; the others have those after it. "
-        "0: any free ones.",
+        "Port of the first worker's health and metrics (HTTP); the others have those after it. 0: any free ones.",
         panel="Service",
         minimum=0,
         maximum=65535,

@@ -38,6 +38,8 @@ CPU = "cpu"
 RANDOM = "random"
 LARGE_MODEL = "GSAI-ML/LLaDA-8B-Instruct"
 
+PORTS = ("scheduler_port", "master_port", "base_worker_port")
+
 MEMORY_SHARE = 4
 """The KV of all workers together takes at most one part in this many of the available memory."""
 
@@ -109,6 +111,13 @@ def resolve_serve(
     for stage in STAGES:
         plan = stage(plan)
     return plan.resolved
+
+
+def resolve_own_server(resolved: Resolved) -> Resolved:
+    """The same for a server that a command starts for itself, at any free ports."""
+    for name in PORTS:
+        resolved = resolved.replace(name, 0, f"{AUTO_PREFIX}any free port")
+    return resolve_serve(resolved)
 
 
 def mode(plan: ServePlan) -> ServePlan:
@@ -275,7 +284,7 @@ def network(plan: ServePlan) -> ServePlan:
     fault = tls_fault(service) or address_fault(service)
     if fault is None and plan.engine.mode == HYBRID:
         fault = meeting_fault(service)
-    fault = fault or worker_ports_fault(service, plan.engine.num_workers)
+    fault = fault or worker_ports_fault(service, plan.engine.num_workers, is_hybrid=plan.engine.mode == HYBRID)
     if fault is not None:
         raise plan.refused(fault.option, fault.got, fault.wanted)
     return plan

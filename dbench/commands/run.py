@@ -20,7 +20,7 @@ from dbench.load.stop import run_cancellable
 from dbench.load.target import GrpcTarget, TargetInfo
 from dbench.options import EngineOptions, LoadOptions, SamplingOptions, ServiceOptions, TerminalOptions, options_of
 from dbench.progress import RunProgress
-from dbench.resolve import check_sampling, resolve_serve
+from dbench.resolve import check_sampling, resolve_own_server
 from dbench.result_files import write_json
 from dbench.run_folder import SERVER_LOG_FILE, write_origin
 from dbench.serve.launch import ServerProcess
@@ -118,7 +118,7 @@ def with_own_server(resolved: Resolved) -> Resolved:
         if not resolved.origins["tls_ca"].startswith(ENVIRONMENT_PREFIX):
             raise OptionError(f"{resolved.place('tls_ca')}: given without --server; a server of its own has no TLS")
         resolved = resolved.replace("tls_ca", None, f"{AUTO_PREFIX}a server of its own has no TLS")
-    return resolve_serve(resolved.replace("scheduler_port", 0, f"{AUTO_PREFIX}any free port"))
+    return resolve_own_server(resolved)
 
 
 def _run_attached(resolved: Resolved, on_progress: Callable[[RunProgress], None]) -> RunResult:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from dbench.options import ServiceOptions
 
 LAST_PORT = 65535
+LOOPBACK = "127.0.0.1"
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,10 +52,15 @@ def meeting_fault(service: ServiceOptions) -> AddressFault | None:
     return _bind_fault("master_addr", host, "master_port", port)
 
 
-def worker_ports_fault(service: ServiceOptions, num_workers: int) -> AddressFault | None:
+def board_host(service: ServiceOptions) -> str:
+    """Where the server's workers show their health and metrics, which goes without TLS and without a key."""
+    return service.host if is_loopback(service.host) or service.allow_insecure_bind else LOOPBACK
+
+
+def worker_ports_fault(service: ServiceOptions, num_workers: int, *, is_hybrid: bool) -> AddressFault | None:
     """The same for the ports of the workers' health and metrics, one after another from base_worker_port."""
     base = service.base_worker_port
-    others = {service.scheduler_port: "scheduler_port", service.master_port: "master_port"}
+    others = {service.scheduler_port: "scheduler_port"} | ({service.master_port: "master_port"} if is_hybrid else {})
     for port in range(base, base + num_workers) if base else ():
         if port > LAST_PORT:
             return AddressFault(
@@ -63,7 +69,7 @@ def worker_ports_fault(service: ServiceOptions, num_workers: int) -> AddressFaul
         if port in others:
             wanted = "ports of their own for the workers, or 0 for any free ones"
             return AddressFault("base_worker_port", f"{base}, and so {port}, which is {others[port]} too", wanted)
-        fault = _bind_fault("host", service.host, "base_worker_port", port)
+        fault = _bind_fault("host", board_host(service), "base_worker_port", port)
         if fault is not None:
             return fault
     return None

@@ -25,6 +25,7 @@ from dbench.errors import EXIT_INTERRUPTED, DbenchError, ServerStartError, one_l
 from dbench.options import HYBRID, PREFILL, EngineOptions, ServiceOptions
 from dbench.progress import ServeProgress
 from dbench.serve import child
+from dbench.serve.address import board_host
 from dbench.serve.deployment import Deployment, deployment_of
 from dbench.serve.endpoint import Endpoint, check_address
 from dbench.serve.fleet import Fleet, FleetRules
@@ -220,7 +221,7 @@ def worker_configs(
             device=device,
             num_threads=num_threads,
             log_level=level,
-            board_host=service.host,
+            board_host=board_host(service),
             board_port=service.base_worker_port and service.base_worker_port + worker_id,
         )
         for worker_id, device in enumerate(deployment.devices)

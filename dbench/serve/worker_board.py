@@ -26,6 +26,8 @@ from dbench.serve.address import join_host_port
 from dbench.serve.sequence import BlockEnd, BlockOutcome
 
 PREFIX = "dbench_"
+CALL_TIMEOUT_S = 10
+"""A connection that says nothing for so long is closed, and its thread ends."""
 JSON_TYPE = "application/json"
 LABELS = ("worker_id",)
 
@@ -235,12 +237,18 @@ class _BoardCollector(Collector):
 class _Server(ThreadingMixIn, WSGIServer):
     daemon_threads = True
 
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Whoever hangs up early is no news: standard error is read as what the worker says."""
+        logger.debug("a call of %s failed", client_address, exc_info=True)
+
 
 class _ServerV6(_Server):
     address_family = socket.AF_INET6
 
 
 class _QuietHandler(WSGIRequestHandler):
+    timeout = CALL_TIMEOUT_S
+
     def log_message(self, format: str, *args: object) -> None:
         logger.debug(format, *args)
 

@@ -6,6 +6,7 @@ import json
 import logging
 import signal
 import socket
+import struct
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -115,6 +116,17 @@ def test_metrics_sum_what_iterations_bring_and_show_the_last_state(board: Worker
 
 def test_another_path_says_what_there_is(server: BoardServer) -> None:
     assert get(server.address, "/") == (404, "/: nothing here; there are /health and /metrics\n")
+
+
+def test_a_caller_that_hangs_up_early_leaves_standard_error_alone(
+    server: BoardServer, capfd: pytest.CaptureFixture[str]
+) -> None:
+    for _ in range(3):
+        with socket.create_connection((HOST, port_of(server.address))) as caller:
+            caller.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            caller.sendall(b"GET /metr")
+    assert get(server.address, "/health")[0] == 503
+    assert capfd.readouterr().err == ""
 
 
 def test_a_port_that_is_taken_costs_the_figures_but_not_the_worker(
