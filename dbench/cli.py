@@ -103,7 +103,7 @@ COMMANDS: tuple[Command, ...] = (
         "Find the highest load that meets latency limits.",
         _search,
         has_json=True,
-        hidden=("server", "qps", "concurrency"),
+        hidden=("server", "tls_ca", "qps", "concurrency"),
     ),
     Command("worker", "Join a running server as one of its workers.", _worker, hidden=NO_VIEW),
     Command("submit", "Send one request to a server and print its answer.", _submit, has_json=True, hidden=NO_VIEW),
@@ -138,6 +138,7 @@ GROUP_HELP = {"trace": "Look at traces of request lengths, or make one."}
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command line and return its exit code; every error ends here as one line on stderr."""
     before = signal.signal(signal.SIGTERM, _interrupt)
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # it writes to stderr by itself; its errors are told as ours
     try:
         code = _call(sys.argv[1:] if arguments is None else list(arguments))
         sys.stdout.flush()

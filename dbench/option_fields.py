@@ -36,3 +36,9 @@ def rule_option(name: str) -> Any:
     p = RULE_PARAMETERS[name]
     auto = "none" if p.default is None else str(p.default)
     return option(None, p.help, panel="Sampling", minimum=p.minimum, maximum=p.maximum, above=p.above, auto=auto)
+
+
+def tls_ca_option(panel: str) -> Any:
+    """A dataclass field for the certificates that one who dials a server trusts."""
+    text = "File with the certificates to trust, in PEM, for a server that speaks TLS: its own, or its authority's."
+    return option(None, text, panel=panel, auto="no TLS")

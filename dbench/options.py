@@ -16,7 +16,7 @@ from dbench.engine_options import HYBRID as HYBRID
 from dbench.engine_options import PREFILL as PREFILL
 from dbench.engine_options import WORKER_KINDS as WORKER_KINDS
 from dbench.engine_options import EngineOptions as EngineOptions
-from dbench.option_fields import OptionSpec, option, rule_option
+from dbench.option_fields import OptionSpec, option, rule_option, tls_ca_option
 from dbench.unmasking_rules import DEFAULT_RULE, MAX_TEMPERATURE, UNMASKING_RULES
 
 VARIABLE_PREFIX = "DBENCH_"
@@ -67,8 +67,26 @@ class ServiceOptions:
         serve_only=True,
         mode=HYBRID,
     )
+    base_worker_port: int = option(
+        20100,
+        "Port of the first worker's health and metrics (HTTP); the others have those after it. 0: any free ones.",
+        panel="Service",
+        minimum=0,
+        maximum=65535,
+        serve_only=True,
+    )
     api_key: str | None = option(
         None, "Key that clients must send (authorization: Bearer KEY).", panel="Service", secret=True, auto="no key"
+    )
+    tls_cert: str | None = option(
+        None,
+        "File with the server's certificate, and those that vouch for it, in PEM; with tls_key the port speaks TLS.",
+        panel="Service",
+        auto="no TLS",
+        serve_only=True,
+    )
+    tls_key: str | None = option(
+        None, "File with the certificate's private key in PEM.", panel="Service", auto="no TLS", serve_only=True
     )
     allow_insecure_bind: bool = option(False, "Allow an address other than loopback without TLS.", panel="Service")
     worker_key: str | None = option(
@@ -147,6 +165,7 @@ class LoadOptions:
     server: str | None = option(
         None, "Attach to a running server at host:port.", panel="Target", auto="start one with the serve options"
     )
+    tls_ca: str | None = tls_ca_option("Target")
     qps: float = option(
         1.0, "Requests per second offered; inf: all at once.", panel="Load", above=0, allow_infinity=True
     )
@@ -245,6 +264,7 @@ class ClientOptions:
     """One request of `dbench submit`."""
 
     server: str = option("127.0.0.1:50051", "Server at host:port.", panel="Target")
+    tls_ca: str | None = tls_ca_option("Target")
     api_key: str | None = option(None, "Key that the server wants.", panel="Target", secret=True, auto="no key")
     prompt: str | None = option(None, "Prompt as text.", panel="Request", auto="none")
     chat: str | None = option(None, "Prompt as a user's message in a chat.", panel="Request", auto="none")
@@ -276,6 +296,7 @@ class WorkerOptions:
     """A worker that joins a running server."""
 
     scheduler: str = option("127.0.0.1:50051", "The server to work for, at host:port.", panel="Server")
+    tls_ca: str | None = tls_ca_option("Server")
     worker_key: str | None = option(
         None, "Key that the server was started with.", panel="Server", secret=True, auto="none; it must be given"
     )
@@ -292,6 +313,14 @@ class WorkerOptions:
     model: str | None = option(None, "Model directory on this host.", panel="Worker", auto="where the server has it")
     num_threads: int | None = option(
         None, "Threads that compute on the CPU.", panel="Worker", minimum=1, auto="one per core"
+    )
+    worker_port: int | None = option(
+        None,
+        "Port of its health and metrics (HTTP), at 127.0.0.1; 0: any free one.",
+        panel="Worker",
+        minimum=0,
+        maximum=65535,
+        auto="none",
     )
     drain_timeout_s: float = option(
         30.0,

@@ -15,8 +15,9 @@ from pathlib import Path
 from dbench.config import AUTO_PREFIX, Resolved
 from dbench.engine_options import DEVICE_OPTIONS, NO_DEVICE
 from dbench.errors import ModelError, OptionError
-from dbench.options import HYBRID, EngineOptions, SamplingOptions, ServiceOptions, options_of
-from dbench.serve.address import address_fault, meeting_fault
+from dbench.option_conflicts import refuse_foreign, refuse_useless
+from dbench.options import HYBRID, EngineOptions, SamplingOptions, ServiceOptions
+from dbench.serve.address import address_fault, meeting_fault, worker_ports_fault
 from dbench.serve.families import (
     EMBEDDED,
     ModelConfig,
@@ -28,6 +29,7 @@ from dbench.serve.families import (
 )
 from dbench.serve.routes import HYBRID_PREFILL_ROUTES, read_fast_pairs
 from dbench.serve.sequence import SamplingParameters
+from dbench.serve.tls import tls_fault
 from dbench.serve.tokenizer_files import WANTED_FILES, has_tokenizer
 
 logger = logging.getLogger(__name__)
@@ -35,6 +37,8 @@ logger = logging.getLogger(__name__)
 CPU = "cpu"
 RANDOM = "random"
 LARGE_MODEL = "GSAI-ML/LLaDA-8B-Instruct"
+
+PORTS = ("scheduler_port", "master_port", "base_worker_port")
 
 MEMORY_SHARE = 4
 """The KV of all workers together takes at most one part in this many of the available memory."""
@@ -109,16 +113,17 @@ def resolve_serve(
     return plan.resolved
 
 
+def resolve_own_server(resolved: Resolved) -> Resolved:
+    """The same for a server that a command starts for itself, at any free ports."""
+    for name in PORTS:
+        resolved = resolved.replace(name, 0, f"{AUTO_PREFIX}any free port")
+    return resolve_serve(resolved)
+
+
 def mode(plan: ServePlan) -> ServePlan:
-    """No option and no policy of the other mode."""
+    """No option and no policy of the other mode, and none that would do nothing."""
     engine, resolved = plan.engine, plan.resolved
-    for option in (*options_of(EngineOptions), *options_of(ServiceOptions)):
-        is_foreign = option.spec.mode not in ("", engine.mode)
-        if is_foreign and resolved.is_explicit(option.name) and resolved.value(option.name) != option.default:
-            raise OptionError(
-                f"{resolved.place(option.name)}: belongs to mode {option.spec.mode}, and the mode is {engine.mode}; "
-                f"leave it out, or give --mode {option.spec.mode}"
-            )
+    refuse_foreign(resolved)
     if engine.mode == HYBRID:
         if engine.prefill_scheduler_policy not in HYBRID_PREFILL_ROUTES:
             known = ", ".join(HYBRID_PREFILL_ROUTES)
@@ -134,6 +139,7 @@ def mode(plan: ServePlan) -> ServePlan:
         except ValueError as error:
             got = f"{engine.kv_fast_pairs!r}, where {error}"
             raise plan.refused("kv_fast_pairs", got, "pairs of different devices such as 0-1,2-3") from None
+    refuse_useless(resolved)
     return plan
 
 
@@ -275,7 +281,10 @@ def network(plan: ServePlan) -> ServePlan:
         if number and service.worker_key is None:
             wanted = "0, or a --worker-key with which they join (better as the variable DBENCH_WORKER_KEY)"
             raise plan.refused(name, number, wanted)
-    fault = address_fault(service) or (meeting_fault(service) if plan.engine.mode == HYBRID else None)
+    fault = tls_fault(service) or address_fault(service)
+    if fault is None and plan.engine.mode == HYBRID:
+        fault = meeting_fault(service)
+    fault = fault or worker_ports_fault(service, plan.engine.num_workers, is_hybrid=plan.engine.mode == HYBRID)
     if fault is not None:
         raise plan.refused(fault.option, fault.got, fault.wanted)
     return plan

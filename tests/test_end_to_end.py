@@ -99,7 +99,17 @@ class Server:
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """Two CPU workers; at the end SIGTERM drains it and leaves no process behind."""
     folder = tmp_path_factory.mktemp("served")
-    arguments = ("serve", "embedded", "--gpus", "cpu,cpu", "--scheduler-port", "0", *SMALL_SERVER)
+    arguments = (
+        "serve",
+        "embedded",
+        "--gpus",
+        "cpu,cpu",
+        "--scheduler-port",
+        "0",
+        "--base-worker-port",
+        "0",
+        *SMALL_SERVER,
+    )
     children = []
     with start(folder, *arguments) as process:
         assert process.stdout is not None

@@ -290,7 +290,7 @@ def test_a_server_on_cuda_devices_wants_the_large_model_when_none_is_named() -> 
         ({"gpus": "0,cpu", "num_gpus": 1}, "not both"),
         ({"gpus": "0,0", "num_gpus": 1}, "at most once"),
         ({"gpus": "0", "num_gpus": 1, "cuda_graph_batch_sizes": "1,two"}, "numbers such as"),
-        ({"gpus": "0", "num_gpus": 1, "op_metrics_layer_id": 5}, "0 to 4"),
+        ({"gpus": "0", "num_gpus": 1, "enable_operation_metrics": True, "op_metrics_layer_id": 5}, "0 to 4"),
         ({"enable_operation_metrics": True}, "on CUDA only"),
         ({"attention_backend": "flashinfer"}, "auto or sdpa"),
     ],

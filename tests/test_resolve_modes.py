@@ -188,3 +188,27 @@ def test_workers_of_other_hosts_must_reach_the_meeting(master_addr: str) -> None
 def test_every_option_of_one_mode_names_a_mode() -> None:
     modes = {option.spec.mode for kind in (EngineOptions, ServiceOptions) for option in options_of(kind)}
     assert modes == {"", *MODES}
+
+
+@pytest.mark.parametrize(
+    ("flags", "beside"),
+    [
+        ({"decode_grouping_slack_ratio": 0.2}, "balanced_length_clustering as prefill_scheduler_policy"),
+        ({**HYBRID, "kv_fast_pairs": "0-1"}, "decode_scheduler_policy topology_guarded_memory"),
+        ({**HYBRID, "kv_topology_alpha": 0.5}, "decode_scheduler_policy topology_guarded_memory"),
+        ({"op_metrics_layer_id": 1}, "enable_operation_metrics"),
+        ({"cuda_graph_batch_sizes": "1,2", "enable_cuda_graphs": False}, "enable_cuda_graphs"),
+    ],
+)
+def test_an_option_that_would_do_nothing_is_refused_by_name(flags: dict[str, object], beside: str) -> None:
+    with pytest.raises(
+        OptionError, match=rf"^--[a-z-]+: does nothing but beside {beside}.*; leave it out, or give that"
+    ):
+        resolved(**{"master_port": 0, **flags} if "mode" in flags else flags)
+
+
+def test_it_is_taken_beside_the_other_one_and_at_its_default() -> None:
+    assert resolved(decode_grouping_slack_ratio=0.2, prefill_scheduler_policy="balanced_length_clustering")
+    assert hybrid(decode_grouping_slack_ratio=0.2, decode_scheduler_policy="balanced_length_clustering")
+    assert hybrid(kv_topology_alpha=0.5, kv_fast_pairs="0-1", decode_scheduler_policy="topology_guarded_memory")
+    assert resolved(decode_grouping_slack_ratio=0.1, cuda_graph_batch_sizes="1,2")

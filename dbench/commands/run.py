@@ -20,7 +20,7 @@ from dbench.load.stop import run_cancellable
 from dbench.load.target import GrpcTarget, TargetInfo
 from dbench.options import EngineOptions, LoadOptions, SamplingOptions, ServiceOptions, TerminalOptions, options_of
 from dbench.progress import RunProgress
-from dbench.resolve import check_sampling, resolve_serve
+from dbench.resolve import check_sampling, resolve_own_server
 from dbench.result_files import write_json
 from dbench.run_folder import SERVER_LOG_FILE, write_origin
 from dbench.serve.launch import ServerProcess
@@ -113,8 +113,12 @@ def config_text(resolved: Resolved) -> str:
 
 
 def with_own_server(resolved: Resolved) -> Resolved:
-    """Every server option filled in, on any free port."""
-    return resolve_serve(resolved.replace("scheduler_port", 0, f"{AUTO_PREFIX}any free port"))
+    """Every server option filled in, on any free port. Raises OptionError for what only an attached server has."""
+    if resolved.is_explicit("tls_ca"):
+        if not resolved.origins["tls_ca"].startswith(ENVIRONMENT_PREFIX):
+            raise OptionError(f"{resolved.place('tls_ca')}: given without --server; a server of its own has no TLS")
+        resolved = resolved.replace("tls_ca", None, f"{AUTO_PREFIX}a server of its own has no TLS")
+    return resolve_own_server(resolved)
 
 
 def _run_attached(resolved: Resolved, on_progress: Callable[[RunProgress], None]) -> RunResult:
@@ -143,7 +147,7 @@ def _run(
     key, tokenizer = resolved.section(ServiceOptions).api_key, resolved.section(EngineOptions).tokenizer
 
     async def run() -> RunResult:
-        async with aclosing(GrpcTarget(address, key, tokenizer=tokenizer)) as target:
+        async with aclosing(GrpcTarget(address, key, tokenizer=tokenizer, tls_ca=load.tls_ca)) as target:
             run_dir = folder or _attached_folder(resolved, await target.info())
             return await run_load(target, load, sampling, run_dir, on_progress=on_progress)
 

@@ -49,7 +49,7 @@ def given_ids(resolved: Resolved) -> tuple[int, ...] | None:
 
 async def _submit(resolved: Resolved, *, as_json: bool) -> int:
     options = resolved.section(ClientOptions)
-    async with Client(options.server, options.api_key) as client:
+    async with Client(options.server, options.api_key, options.tls_ca) as client:
         status = await client.status()
         tokenizer = _tokenizer(resolved, status)
         submission = Submission(

@@ -42,6 +42,8 @@ def worker_config(resolved: Resolved) -> RemoteWorkerConfig:
         num_threads=num_cores() if options.num_threads is None else options.num_threads,
         drain_timeout_s=options.drain_timeout_s,
         reconnect_timeout_s=options.reconnect_timeout_s,
+        tls_ca=options.tls_ca,
+        board_port=options.worker_port,
         kind=options.worker_type,
     )
 

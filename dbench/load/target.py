@@ -139,7 +139,8 @@ class ClockOffset:
 class GrpcTarget:
     """A dbench server at host:port; connects at the first call of `info`.
 
-    `tokenizer` is where its tokenizer's files are on this machine, if not where the server says.
+    `tokenizer` is where its tokenizer's files are on this machine, if not where the server says; `tls_ca` a file with
+    the certificates to trust, for one that speaks TLS.
     """
 
     def __init__(
@@ -149,11 +150,13 @@ class GrpcTarget:
         *,
         ready_timeout_s: float = 300.0,
         tokenizer: str | None = None,
+        tls_ca: str | None = None,
     ) -> None:
         self._address = address
         self._api_key = api_key
         self._ready_timeout_s = ready_timeout_s
         self._tokenizer = tokenizer
+        self._tls_ca = tls_ca
         self._stack = AsyncExitStack()
         self._open_client: Client | None = None
         self._offset = ClockOffset()
@@ -161,7 +164,8 @@ class GrpcTarget:
     async def info(self) -> TargetInfo:
         """See Target; waits `ready_timeout_s` for a server that answers but is not ready. OptionError: the API key."""
         if self._open_client is None:
-            self._open_client = await self._stack.enter_async_context(Client(self._address, self._api_key))
+            client = Client(self._address, self._api_key, self._tls_ca)
+            self._open_client = await self._stack.enter_async_context(client)
         status = await self._open_client.wait_until_ready(self._ready_timeout_s)
         return TargetInfo(
             model=status.model,

@@ -23,7 +23,7 @@ from dbench.serve.families import EMBEDDED, find_model
 
 KEY_LENGTH = 12
 
-NO_PART_OF_A_TRIAL = ("server", "qps", "concurrency", "output_dir", "name")
+NO_PART_OF_A_TRIAL = ("server", "tls_ca", "qps", "concurrency", "output_dir", "name")
 """Load options that say where a run goes, or that the search sets itself."""
 
 SERVICE_PARTS = ("max_queued_requests",)

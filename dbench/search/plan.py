@@ -14,7 +14,7 @@ from dbench.errors import OptionError, SlaError, UsageError
 from dbench.load.schedule import draw_schedule
 from dbench.load.target import TargetInfo
 from dbench.options import COMMAND_SECTIONS, EngineOptions, LoadOptions, SamplingOptions, SearchOptions
-from dbench.resolve import check_sampling, resolve_serve
+from dbench.resolve import check_sampling, resolve_own_server
 from dbench.search.capacity import SearchSettings
 from dbench.search.keys import digest, job_key
 from dbench.search.sla import ACCURACY, EXAMPLE, Rule, parse_rules
@@ -28,12 +28,12 @@ SECTIONS = COMMAND_SECTIONS["search-capacity"]
 
 SET_BY_THE_SEARCH = {
     "server": "a search starts its own servers",
+    "tls_ca": "a search starts its own servers, which have no TLS",
     "qps": "the rate is what is searched; give start_qps or qps_list",
     "concurrency": "a search offers rates, not a closed loop",
 }
 """Load options that a search does not take, and why; in the environment they are meant for other commands."""
 
-FREE_PORT = "auto: a search's servers take any free port"
 
 NAME_LENGTH = 60
 
@@ -149,7 +149,7 @@ def _job(name: str, given: Resolved, rules: tuple[Rule, ...]) -> Job:
     if any(rule.metric == ACCURACY for rule in rules) and not given.section(LoadOptions).check_answers:
         raise SlaError(f"--sla: {ACCURACY} is known only where answers are checked; add --trace tasks --check-answers")
     check_sampling(given)
-    resolved = resolve_serve(given.replace("scheduler_port", 0, FREE_PORT))
+    resolved = resolve_own_server(given)
     _check_load(resolved)
     return Job(name, job_key(given), resolved, rules, settings)
 

@@ -9,13 +9,16 @@ from dataclasses import dataclass
 
 from dbench.options import ServiceOptions
 
+LAST_PORT = 65535
+LOOPBACK = "127.0.0.1"
+
 
 @dataclass(frozen=True, slots=True)
 class AddressFault:
-    """Why an address cannot be served at."""
+    """Why a server cannot be reached as its options say."""
 
     option: str
-    """host, scheduler_port, master_addr or master_port."""
+    """The one at fault."""
     got: str
     wanted: str
 
@@ -27,10 +30,9 @@ class AddressFault:
 def address_fault(service: ServiceOptions) -> AddressFault | None:
     """What stands against the address of these options at this moment, or None."""
     host, port = service.host, service.scheduler_port
-    if not is_loopback(host) and not service.allow_insecure_bind:
-        return AddressFault(
-            "host", repr(host), "a loopback address such as 127.0.0.1, or --allow-insecure-bind to serve without TLS"
-        )
+    if not is_loopback(host) and service.tls_cert is None and not service.allow_insecure_bind:
+        wanted = "a loopback address such as 127.0.0.1, or --tls-cert, or --allow-insecure-bind to serve without TLS"
+        return AddressFault("host", repr(host), wanted)
     return _bind_fault("host", host, "scheduler_port", port)
 
 
@@ -38,9 +40,8 @@ def meeting_fault(service: ServiceOptions) -> AddressFault | None:
     """The same for the address at which workers that exchange KV meet; it has no key of its own."""
     host, port = service.master_addr, service.master_port
     if not is_loopback(host) and not service.allow_insecure_bind:
-        return AddressFault(
-            "master_addr", repr(host), "a loopback address such as 127.0.0.1, or --allow-insecure-bind for any other"
-        )
+        wanted = "a loopback address such as 127.0.0.1, or --allow-insecure-bind: KV goes without TLS, always"
+        return AddressFault("master_addr", repr(host), wanted)
     if service.worker_key is not None and not is_loopback(service.host) and not _is_reachable(host):
         wanted = "the address at which the workers of other hosts that may join reach this machine"
         return AddressFault("master_addr", repr(host), wanted)
@@ -49,6 +50,29 @@ def meeting_fault(service: ServiceOptions) -> AddressFault | None:
             "master_port", f"{port}, which is scheduler_port too", "another port, or 0 for any free one"
         )
     return _bind_fault("master_addr", host, "master_port", port)
+
+
+def board_host(service: ServiceOptions) -> str:
+    """Where the server's workers show their health and metrics, which goes without TLS and without a key."""
+    return service.host if is_loopback(service.host) or service.allow_insecure_bind else LOOPBACK
+
+
+def worker_ports_fault(service: ServiceOptions, num_workers: int, *, is_hybrid: bool) -> AddressFault | None:
+    """The same for the ports of the workers' health and metrics, one after another from base_worker_port."""
+    base = service.base_worker_port
+    others = {service.scheduler_port: "scheduler_port"} | ({service.master_port: "master_port"} if is_hybrid else {})
+    for port in range(base, base + num_workers) if base else ():
+        if port > LAST_PORT:
+            return AddressFault(
+                "base_worker_port", str(base), f"at most {LAST_PORT - num_workers + 1} for {num_workers} workers"
+            )
+        if port in others:
+            wanted = "ports of their own for the workers, or 0 for any free ones"
+            return AddressFault("base_worker_port", f"{base}, and so {port}, which is {others[port]} too", wanted)
+        fault = _bind_fault("host", board_host(service), "base_worker_port", port)
+        if fault is not None:
+            return fault
+    return None
 
 
 def listen_on(host: str, port: int, backlog: int = 128) -> socket.socket:

@@ -17,6 +17,7 @@ from dbench.errors import OptionError, QueueFullError, RequestError, ServerError
 from dbench.events import Event, event_from_json
 from dbench.serve.proto import dbench_pb2 as pb
 from dbench.serve.proto.dbench_pb2_grpc import DbenchStub
+from dbench.serve.tls import channel_credentials, mismatch
 from dbench.serve.wire import (
     AUTHORIZATION,
     MAX_MESSAGE_BYTES,
@@ -52,20 +53,25 @@ logger = logging.getLogger(__name__)
 
 
 class Client:
-    """`async with Client("127.0.0.1:50051") as client:`; every method raises as `_errors_of` says."""
+    """`async with Client("127.0.0.1:50051") as client:`; every method raises as `_errors` says."""
 
-    def __init__(self, address: str, api_key: str | None = None) -> None:
+    def __init__(self, address: str, api_key: str | None = None, tls_ca: str | None = None) -> None:
         self._address = address
         self._api_key = api_key
+        self._tls_ca = tls_ca
         self._metadata: tuple[tuple[str, str], ...] = ()
         self._channel: grpc.aio.Channel | None = None
         self._stub: Any = None
 
     async def __aenter__(self) -> Client:
-        """Connects at the first call. Raises OptionError for an API key that cannot be sent."""
+        """Connects at the first call. Raises OptionError for an API key that cannot be sent and a useless tls_ca."""
         if self._api_key is not None:
             self._metadata = ((AUTHORIZATION, bearer(self._api_key)),)
-        self._channel = grpc.aio.insecure_channel(self._address, options=CHANNEL_OPTIONS)
+        if self._tls_ca is None:
+            self._channel = grpc.aio.insecure_channel(self._address, options=CHANNEL_OPTIONS)
+        else:
+            credentials = channel_credentials(self._tls_ca)
+            self._channel = grpc.aio.secure_channel(self._address, credentials, options=CHANNEL_OPTIONS)
         self._stub = DbenchStub(self._channel)  # type: ignore[no-untyped-call]
         return self
 
@@ -76,7 +82,7 @@ class Client:
             await self._channel.close()
 
     async def status(self) -> ServerStatus:
-        with _errors_of(self._address):
+        with self._errors():
             return server_status_from_message(await self._call("GetServerStatus", pb.ServerStatusRequest()))
 
     async def wait_until_ready(self, timeout_s: float) -> ServerStatus:
@@ -93,7 +99,7 @@ class Client:
 
     async def submit(self, submission: Submission) -> str:
         """The request id; poll or cancel with it."""
-        with _errors_of(self._address):
+        with self._errors():
             reply = await self._call("Submit", submission_to_message(submission))
         return str(reply.request_id)
 
@@ -104,7 +110,7 @@ class Client:
 
         Wrap it in contextlib.aclosing where the loop may be left early.
         """
-        with _errors_of(self._address):
+        with self._errors():
             message = submission_to_message(submission)
             call = self._stub.Generate(message, timeout=timeout_s, metadata=self._metadata)
             try:
@@ -115,22 +121,22 @@ class Client:
 
     async def poll(self, request_id: str) -> PollState:
         """Status NOT_FOUND for an id that the server does not know."""
-        with _errors_of(self._address):
+        with self._errors():
             return poll_state_from_message(await self._call("Poll", pb.PollRequest(request_id=request_id)))
 
     async def cancel(self, request_id: str) -> str:
         """The status after the call."""
-        with _errors_of(self._address):
+        with self._errors():
             return str((await self._call("Cancel", pb.CancelRequest(request_id=request_id))).status)
 
     async def reset_metrics(self) -> float:
         """Let the server forget its events; returns the moment on the server's clock."""
-        with _errors_of(self._address):
+        with self._errors():
             return float((await self._call("ResetMetrics", pb.ResetMetricsRequest())).now_s)
 
     async def export_events(self) -> AsyncGenerator[Event, None]:
         """The events since reset_metrics, on the server's clock, first how things stood at the reset."""
-        with _errors_of(self._address):
+        with self._errors():
             has_warned = False
             call = self._stub.ExportMetrics(pb.ExportMetricsRequest(), metadata=self._metadata)
             try:
@@ -143,6 +149,18 @@ class Client:
                         yield event_from_json(line)
             finally:
                 call.cancel()
+
+    @contextmanager
+    def _errors(self) -> Iterator[None]:
+        """gRPC's errors as dbench's own.
+
+        RequestError: refused. QueueFullError: too many requests. ServerUnavailable: nobody there, draining, gone, or
+        not to be trusted. OptionError: the API key. ServerError: anything else.
+        """
+        try:
+            yield
+        except grpc.aio.AioRpcError as error:
+            raise _translated(error, self._address, is_secure=self._tls_ca is not None) from error
 
     async def _call(self, method: str, request: Any) -> Any:
         methods = {
@@ -211,22 +229,12 @@ def _since(start_s: float, end_s: float | None) -> float | None:
     return None if end_s is None else end_s - start_s
 
 
-@contextmanager
-def _errors_of(address: str) -> Iterator[None]:
-    """gRPC's errors as dbench's own.
-
-    RequestError: refused. QueueFullError: too many requests. ServerUnavailable: nobody there, draining, or
-    gone. OptionError: the API key. ServerError: anything else.
-    """
-    try:
-        yield
-    except grpc.aio.AioRpcError as error:
-        raise _translated(error, address) from error
-
-
-def _translated(error: grpc.aio.AioRpcError, address: str) -> Exception:
+def _translated(error: grpc.aio.AioRpcError, address: str, *, is_secure: bool) -> Exception:
     code, details = error.code(), " ".join((error.details() or "").split())
+    found = mismatch(details, is_secure=is_secure)
     match code:
+        case grpc.StatusCode.UNAVAILABLE if found is not None:
+            return ServerUnavailable(f"server {address} is not available: {found.meaning}")
         case grpc.StatusCode.INVALID_ARGUMENT:
             return RequestError(details)
         case grpc.StatusCode.RESOURCE_EXHAUSTED if "larger than max" in details:

@@ -76,12 +76,13 @@ class Deployment:
         of_prefill = options.max_prefill_tokens_per_batch if options.mode == HYBRID else 0
         return max(options.max_tokens_per_iteration, of_prefill)
 
-    def graph_batch_sizes(self) -> tuple[int, ...]:
+    def graph_batch_sizes(self, *, refresh_only: bool = False) -> tuple[int, ...]:
         """Sizes to capture, ascending: those given, none larger than the largest batch.
 
-        Without a cache every step computes whole canvases, and there is nothing to capture.
+        There is nothing to capture without a cache, where every step computes whole canvases, and on a worker that only
+        refreshes, whose layers are sent while they are computed.
         """
-        if not self.options.enable_cuda_graphs or self.options.cache_mode != "exact":
+        if not self.options.enable_cuda_graphs or self.options.cache_mode != "exact" or refresh_only:
             return ()
         sizes = {int(size) for size in self.options.cuda_graph_batch_sizes.split(",")}
         return tuple(sorted({min(size, self.options.max_batch_size) for size in sizes}))

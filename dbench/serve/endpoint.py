@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 
 import grpc
@@ -18,6 +19,7 @@ from dbench.serve.hub import Hub
 from dbench.serve.link_service import WorkerLinkService, WorkerTerms
 from dbench.serve.proto import dbench_pb2 as pb
 from dbench.serve.proto.dbench_pb2_grpc import add_DbenchServicer_to_server, add_WorkerLinkServicer_to_server
+from dbench.serve.tls import is_secure, server_credentials, tls_fault
 from dbench.serve.wire import MAX_MESSAGE_BYTES, ServerStatus, bearer
 
 LINK_SERVICE: str = pb.DESCRIPTOR.services_by_name["WorkerLink"].full_name
@@ -30,19 +32,24 @@ SERVER_OPTIONS = (
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
 )
+LOOPBACK = "127.0.0.1"
 WILDCARDS = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 """Address that means all of them -> where this machine reaches itself."""
 
 
 def check_address(service: ServiceOptions) -> None:
-    """Raises OptionError for an address that must not be bound, or whose port is taken."""
-    fault = address_fault(service)
+    """Raises OptionError for an address that must not be bound or whose port is taken, and for useless TLS files."""
+    fault = tls_fault(service) or address_fault(service)
     if fault is not None:
         raise OptionError(fault.line)
 
 
 class Endpoint:
-    """Between `start` and `stop` it answers at `address`."""
+    """Between `start` and `stop` it answers at `address`.
+
+    With TLS, the workers of this machine get a port of their own on loopback, without it, where nothing but their
+    streams is served: they depend neither on the names in the certificate nor on the day on which it expires.
+    """
 
     def __init__(
         self, hub: Hub, service: ServiceOptions, terms: WorkerTerms, describe: Callable[[], ServerStatus]
@@ -52,8 +59,9 @@ class Endpoint:
         self._terms = terms
         self._describe = describe
         self._health = health_aio.HealthServicer()
-        self._server: grpc.aio.Server | None = None
+        self._servers: list[grpc.aio.Server] = []
         self._port = 0
+        self._local_address = ""
 
     @property
     def address(self) -> str:
@@ -63,7 +71,7 @@ class Endpoint:
     @property
     def local_address(self) -> str:
         """host:port for workers on this machine."""
-        return join_host_port(WILDCARDS.get(self._service.host, self._service.host), self._port)
+        return self._local_address
 
     async def start(self) -> None:
         """Bind and answer, with health NOT_SERVING. Raises OptionError."""
@@ -77,13 +85,33 @@ class Endpoint:
         names = (SERVICE_NAME, LINK_SERVICE, HEALTH_SERVICE, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, server)
         await self.set_serving(False)
+        self._port = self._bind(server)
+        self._servers.append(server)
+        await server.start()
+        self._local_address = join_host_port(WILDCARDS.get(self._service.host, self._service.host), self._port)
+        if is_secure(self._service):
+            await self._start_local()
+
+    def _bind(self, server: grpc.aio.Server) -> int:
         host, port = self._service.host, self._service.scheduler_port
+        address = join_host_port(host, port)
         try:
-            self._port = server.add_insecure_port(join_host_port(host, port))
+            if is_secure(self._service):
+                return server.add_secure_port(address, server_credentials(self._service))
+            return server.add_insecure_port(address)
         except RuntimeError as error:
             check_address(self._service)  # taken since the last look
             raise OptionError(f"scheduler_port: {port} on {host} cannot be bound: {one_line(error)}") from error
-        self._server = server
+
+    async def _start_local(self) -> None:
+        server = grpc.aio.server(options=SERVER_OPTIONS)
+        add_WorkerLinkServicer_to_server(WorkerLinkService(self._hub, self._terms), server)  # type: ignore[no-untyped-call]
+        try:
+            port = server.add_insecure_port(join_host_port(LOOPBACK, 0))
+        except RuntimeError as error:
+            raise OptionError(f"host: no port on {LOOPBACK} for the workers: {one_line(error)}") from error
+        self._local_address = join_host_port(LOOPBACK, port)
+        self._servers.append(server)
         await server.start()
 
     async def set_serving(self, is_serving: bool) -> None:
@@ -94,5 +122,4 @@ class Endpoint:
 
     async def stop(self, grace_s: float) -> None:
         """Answer no new call, and give running ones `grace_s` to end."""
-        if self._server is not None:
-            await self._server.stop(grace_s)
+        await asyncio.gather(*(server.stop(grace_s) for server in self._servers))

@@ -231,6 +231,7 @@ class Worker:
             num_unmasked_tokens=self.num_unmasked_tokens,
             pid=self.pid,
             num_losses=self.num_losses,
+            metrics_address=capacity.metrics_address if capacity is not None else "",
         )
 
 

@@ -19,6 +19,8 @@ LAUNCH_MARGIN = 1.5
 """A pass may take the device this much longer than its launch takes the host, who has other work too."""
 TILE_ROWS = 128
 """Rows that a matrix product computes together: padding within them is free."""
+MOST_ROWS = 2048
+"""Of captured stretches, however slow the host: each number of rows is a graph per layer."""
 NUM_TIMED = 3
 
 
@@ -74,13 +76,13 @@ class StretchGraphs:
     def capture(self, most_rows: int, num_stretches: int, run: Callable[[int, int], object], launch_s: float) -> None:
         """Capture `run(number, num_rows)` for every stretch, for growing numbers of rows.
 
-        The last number is the one whose stretches take the device as long as a launch without graphs, `launch_s`,
-        takes the host, and LAUNCH_MARGIN more.
+        The last number is the first whose stretches take the device longer than LAUNCH_MARGIN times what a launch
+        without graphs takes the host, `launch_s`, and MOST_ROWS or `most_rows` at most.
         """
         pool, stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
         torch.cuda.synchronize()
         with torch.cuda.stream(stream):
-            for num_rows in captured_rows(most_rows):
+            for num_rows in captured_rows(min(most_rows, MOST_ROWS)):
                 for number in range(num_stretches):
                     run(number, num_rows)  # whatever is reserved at the first call
                 stream.synchronize()

@@ -20,6 +20,9 @@ class WorkerConfig:
     device: str
     num_threads: int
     log_level: int
+    board_host: str
+    board_port: int
+    """Of its health and metrics; 0: any free one."""
 
     def to_json(self) -> str:
         return json.dumps(
@@ -30,6 +33,8 @@ class WorkerConfig:
                 "device": self.device,
                 "num_threads": self.num_threads,
                 "log_level": self.log_level,
+                "board_host": self.board_host,
+                "board_port": self.board_port,
             }
         )
 
@@ -44,6 +49,8 @@ class WorkerConfig:
             device=values["device"],
             num_threads=values["num_threads"],
             log_level=values["log_level"],
+            board_host=values["board_host"],
+            board_port=values["board_port"],
         )
 
 

@@ -38,7 +38,7 @@ class ServerProcess:
     def __init__(
         self, engine: EngineOptions, service: ServiceOptions, *, log_path: Path | None, config_json: str
     ) -> None:
-        self._service = replace(service, scheduler_port=0, master_port=0)
+        self._service = replace(service, scheduler_port=0, master_port=0, base_worker_port=0)
         level = logging.getLogger().getEffectiveLevel()
         level = level if log_path is None else min(level, logging.INFO)  # a file bothers nobody
         self._config = ServerConfig(engine, self._service, config_json, level)

@@ -29,7 +29,7 @@ from dbench.errors import (
     ServerUnavailable,
     one_line,
 )
-from dbench.options import COLOCATED, EngineOptions
+from dbench.options import COLOCATED, PREFILL, EngineOptions
 from dbench.serve.deployment import Deployment, deployment_of
 from dbench.serve.engine import Engine
 from dbench.serve.wire_link import Fatal, Hello, Leaving, Welcome
@@ -42,6 +42,7 @@ from dbench.serve.worker import (
     wait_for_welcome,
     yield_the_cpu,
 )
+from dbench.serve.worker_board import Availability, BoardServer, WorkerBoard
 from dbench.serve.worker_stream import WorkerStream
 
 if TYPE_CHECKING:
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
     from dbench.serve.transfer import Transfer
 
 CUDA = "cuda:"
+BOARD_HOST = "127.0.0.1"
 FIRST_PAUSE_S = 1.0
 LONGEST_PAUSE_S = 30.0
 
@@ -70,6 +72,10 @@ class RemoteWorkerConfig:
     drain_timeout_s: float
     reconnect_timeout_s: float
     """0: for ever."""
+    tls_ca: str | None = None
+    """File with the certificates to trust; None: no TLS."""
+    board_port: int | None = None
+    """Of its health and metrics on this host; 0: any free one; None: it shows none."""
     kind: str = COLOCATED
     """What it wants to be: COLOCATED or PREFILL."""
 
@@ -106,6 +112,9 @@ class RemoteWorker:
         self._on_ready = on_ready
         self._hang_timeout_s = hang_timeout_s
         self._instance = uuid.uuid4().hex
+        self._board = WorkerBoard()
+        port = config.board_port
+        self._board_server = None if port is None else BoardServer(self._board, BOARD_HOST, port)
         self._loaded: Loaded | None = None
         self._in_service: WorkerStream | None = None
         self._is_leaving = False
@@ -121,11 +130,15 @@ class RemoteWorker:
         yield_the_cpu(self._config.device)
         with self._signals():
             try:
+                if self._board_server is not None:
+                    self._board_server.start()
                 self._work()
             except KeyboardInterrupt:
                 logger.info("the worker ends at once")
             finally:
                 self._unload()
+                if self._board_server is not None:
+                    self._board_server.close()
         return self._exit_code
 
     @contextmanager
@@ -174,7 +187,7 @@ class RemoteWorker:
             instance=self._instance,
             kind=config.kind,
         )
-        stream = WorkerStream(config.scheduler, hello)
+        stream = WorkerStream(config.scheduler, hello, config.tls_ca)
         stream.start()
         was_ready = False
         try:
@@ -206,7 +219,8 @@ class RemoteWorker:
             raise ServerUnavailable("the stream to the scheduler ended while the model was loaded")
         transfer = new_transfer(welcome, loaded.deployment, loaded.runner, stream)
         engine = new_engine(welcome, loaded.deployment, loaded.runner, transfer)
-        stream.send(ready(loaded.deployment))
+        self._board.ready(welcome.worker_id, loaded.deployment.kv_max_pages or 0)
+        stream.send(ready(loaded.deployment, self._board_server))
         return InService(welcome.worker_id, engine, transfer)
 
     def _serve(self, own: InService, stream: WorkerStream) -> None:
@@ -215,11 +229,12 @@ class RemoteWorker:
         threading.Thread(target=self._end_if_hanging, args=(stream, has_returned), daemon=True).start()
         self._in_service = stream
         try:
-            WorkerLoop(own.engine, stream, self._config.drain_timeout_s, own.transfer).run()
+            WorkerLoop(own.engine, stream, self._board, self._config.drain_timeout_s, own.transfer).run()
         except ServerUnavailable:
             empty(own.engine)
             raise
         finally:
+            self._board.availability = Availability.STARTING
             self._in_service = None
             has_returned.set()
 
@@ -235,7 +250,8 @@ class RemoteWorker:
             return self._loaded
         self._unload()
         deployment = deployment_on_this_host(welcome, self._config.model)
-        runner, deployment = load_runner(deployment, self._config.device, self._config.num_threads)
+        config, refresh_only = self._config, welcome.kind == PREFILL
+        runner, deployment = load_runner(deployment, config.device, config.num_threads, refresh_only=refresh_only)
         self._loaded = Loaded(welcome.engine, welcome.model_fingerprint, deployment, runner)
         return self._loaded
 

@@ -25,6 +25,7 @@ from dbench.errors import EXIT_INTERRUPTED, DbenchError, ServerStartError, one_l
 from dbench.options import HYBRID, PREFILL, EngineOptions, ServiceOptions
 from dbench.progress import ServeProgress
 from dbench.serve import child
+from dbench.serve.address import board_host
 from dbench.serve.deployment import Deployment, deployment_of
 from dbench.serve.endpoint import Endpoint, check_address
 from dbench.serve.fleet import Fleet, FleetRules
@@ -132,7 +133,8 @@ async def run_server(
         terms = worker_terms(deployment, service, meeting.address)
         endpoint = Endpoint(hub, service, terms, lambda: description.status(hub))
         await endpoint.start()
-        local = LocalWorkers(worker_configs(deployment, endpoint.local_address, terms.worker_key), hub.worker_gone)
+        configs = worker_configs(deployment, service, endpoint.local_address, terms.worker_key)
+        local = LocalWorkers(configs, hub.worker_gone)
         restarts = Restarts(hub, local, service.startup_timeout_s)
         tables = None if observer.on_export is None else TableWriter(hub, observer.on_export)
         tasks = [asyncio.create_task(_follow_health(hub, endpoint))]
@@ -204,13 +206,24 @@ def worker_terms(deployment: Deployment, service: ServiceOptions, meeting_addres
     )
 
 
-def worker_configs(deployment: Deployment, address: str, worker_key: str) -> list[WorkerConfig]:
+def worker_configs(
+    deployment: Deployment, service: ServiceOptions, address: str, worker_key: str
+) -> list[WorkerConfig]:
     """One per device; the workers on the CPU share its cores, less one for the scheduler and its clients."""
     num_on_cpu = sum(device.startswith("cpu") for device in deployment.devices)
     num_threads = max(1, (child.num_cores() - 1) // max(1, num_on_cpu))
     level = logging.getLogger().getEffectiveLevel()
     return [
-        WorkerConfig(address, worker_key, worker_id, device, num_threads, level)
+        WorkerConfig(
+            scheduler=address,
+            worker_key=worker_key,
+            worker_id=worker_id,
+            device=device,
+            num_threads=num_threads,
+            log_level=level,
+            board_host=board_host(service),
+            board_port=service.base_worker_port and service.base_worker_port + worker_id,
+        )
         for worker_id, device in enumerate(deployment.devices)
     ]
 

@@ -98,6 +98,8 @@ class WorkerStatus:
     pid: int
     num_losses: int = 0
     """Times that it was lost, whether or not it came back."""
+    metrics_address: str = ""
+    """host:port of its health and metrics; empty for none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,6 +278,7 @@ def worker_status_to_message(worker: WorkerStatus) -> pb.WorkerStatus:
         num_unmasked_tokens=worker.num_unmasked_tokens,
         pid=worker.pid,
         num_losses=worker.num_losses,
+        metrics_address=worker.metrics_address,
     )
 
 
@@ -297,6 +300,7 @@ def worker_status_from_message(message: pb.WorkerStatus) -> WorkerStatus:
         num_unmasked_tokens=message.num_unmasked_tokens,
         pid=message.pid,
         num_losses=message.num_losses,
+        metrics_address=message.metrics_address,
     )
 
 

@@ -54,6 +54,8 @@ class Ready:
     pages_total: int
     kv_page_size: int
     max_model_len: int
+    metrics_address: str = ""
+    """host:port of the worker's health and metrics; empty for none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,8 +162,13 @@ def worker_message_to_message(record: WorkerMessage) -> pb.WorkerMessage:
                     kind=record.kind,
                 )
             )
-        case Ready(pages_total, kv_page_size, max_model_len):
-            ready = pb.Ready(pages_total=pages_total, kv_page_size=kv_page_size, max_model_len=max_model_len)
+        case Ready():
+            ready = pb.Ready(
+                pages_total=record.pages_total,
+                kv_page_size=record.kv_page_size,
+                max_model_len=record.max_model_len,
+                metrics_address=record.metrics_address,
+            )
             return pb.WorkerMessage(ready=ready)
         case EngineProgress():
             return pb.WorkerMessage(
@@ -190,7 +197,8 @@ def worker_message_from_message(message: pb.WorkerMessage) -> WorkerMessage:
         case "hello":
             return _hello_from_message(message.hello)
         case "ready":
-            return Ready(message.ready.pages_total, message.ready.kv_page_size, message.ready.max_model_len)
+            ready = message.ready
+            return Ready(ready.pages_total, ready.kv_page_size, ready.max_model_len, ready.metrics_address)
         case "progress":
             progress = message.progress
             return EngineProgress(

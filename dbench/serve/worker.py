@@ -14,6 +14,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterable
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
@@ -30,6 +31,7 @@ from dbench.serve.runner import Runner
 from dbench.serve.sequence import BlockEnd, BlockKey, BlockOutcome, BlockTask, Fault, HandedOver
 from dbench.serve.transit import KvArrived, KvFailed, KvSent
 from dbench.serve.wire_link import CancelBlock, Drain, Fatal, Hello, Ready, ReserveBlock, SendBlock, Welcome
+from dbench.serve.worker_board import Availability, BoardServer, WorkerBoard
 from dbench.serve.worker_stream import BlockArrived, Incoming, Report, StreamEnded, WorkerStream
 
 if TYPE_CHECKING:
@@ -56,11 +58,13 @@ class WorkerLoop:
         self,
         engine: Engine,
         stream: WorkerStream,
+        board: WorkerBoard,
         drain_timeout_s: float = math.inf,
         transfer: Transfer | None = None,
     ) -> None:
         self._engine = engine
         self._stream = stream
+        self._board = board
         self._transfer = transfer
         self._drain_timeout_s = drain_timeout_s
         self._iteration = 0
@@ -94,9 +98,9 @@ class WorkerLoop:
     def _report(self, report: StepReport | None) -> None:
         events = tuple(self._engine.take_events())
         ended = (*self._take_refused(), *(report.ended if report is not None else ()))
+        self._board.note(events, ended)
         if report is not None:
             self._iteration += 1
-        if report is not None:
             self._stream.send(
                 Report(self._iteration, report.refreshed, ended, events, report.reserved, report.handed_over)
             )
@@ -120,6 +124,7 @@ class WorkerLoop:
                     self._engine.transfer_failed(command)
                 case Drain():
                     self._is_draining = True
+                    self._board.availability = Availability.DRAINING
                     self._drained_by_s = time.monotonic() + self._drain_timeout_s
                     self._hand_back(self._engine.waiting)
                 case StreamEnded(reason):
@@ -157,7 +162,9 @@ class WorkerLoop:
         return refused
 
 
-def load_runner(deployment: Deployment, device: str, num_threads: int) -> tuple[KvRunner, Deployment]:
+def load_runner(
+    deployment: Deployment, device: str, num_threads: int, *, refresh_only: bool
+) -> tuple[KvRunner, Deployment]:
     """Load the model and run it once; the deployment then has the number of KV pages.
 
     Raises ModelError, OptionError or ServerStartError.
@@ -178,9 +185,10 @@ def load_runner(deployment: Deployment, device: str, num_threads: int) -> tuple[
         mask_token_id=deployment.mask_token_id,
         num_threads=num_threads,
     )
-    runner, num_pages = (
-        _load_on_cuda(config, deployment) if device.startswith("cuda") else _load_on_cpu(config, deployment)
-    )
+    if device.startswith("cuda"):
+        runner, num_pages = _load_on_cuda(config, deployment, refresh_only=refresh_only)
+    else:
+        runner, num_pages = _load_on_cpu(config, deployment)
     if options.profile_dir is not None:
         from dbench.serve.profiled_runner import ProfiledRunner
 
@@ -200,7 +208,7 @@ def _load_on_cpu(config: RunnerConfig, deployment: Deployment) -> tuple[KvRunner
     return runner, config.num_pages
 
 
-def _load_on_cuda(config: RunnerConfig, deployment: Deployment) -> tuple[KvRunner, int]:
+def _load_on_cuda(config: RunnerConfig, deployment: Deployment, *, refresh_only: bool) -> tuple[KvRunner, int]:
     from dbench.serve.cuda_build import CudaSettings, build_cuda_runner
 
     options = deployment.options
@@ -212,7 +220,7 @@ def _load_on_cuda(config: RunnerConfig, deployment: Deployment) -> tuple[KvRunne
             cache_mode=options.cache_mode,
             attention_backend=options.attention_backend,
             gpu_memory_utilization=options.gpu_memory_utilization,
-            graph_batch_sizes=deployment.graph_batch_sizes(),
+            graph_batch_sizes=deployment.graph_batch_sizes(refresh_only=refresh_only),
             measured_layer=deployment.measured_layer(),
         ),
     )
@@ -266,21 +274,35 @@ def wait_for_welcome(stream: WorkerStream) -> Welcome:
             raise ServerUnavailable(f"the worker waited for a welcome, got {other}")
 
 
-def ready(deployment: Deployment) -> Ready:
+def ready(deployment: Deployment, board: BoardServer | None) -> Ready:
     assert deployment.kv_max_pages is not None, "the runner was loaded"
-    return Ready(deployment.kv_max_pages, deployment.options.kv_page_size, deployment.max_model_len)
+    return Ready(
+        deployment.kv_max_pages,
+        deployment.options.kv_page_size,
+        deployment.max_model_len,
+        "" if board is None else board.address,
+    )
 
 
 def run_worker(config: WorkerConfig, stream: WorkerStream) -> None:
     """Load, report ready, and work until drained. Raises DbenchError, or whatever broke the engine."""
+    board = WorkerBoard()
+    with closing(BoardServer(board, config.board_host, config.board_port)) as board_server:
+        board_server.start()
+        _serve(config, stream, board, board_server)
+
+
+def _serve(config: WorkerConfig, stream: WorkerStream, board: WorkerBoard, board_server: BoardServer) -> None:
     welcome = wait_for_welcome(stream)
     deployment = deployment_of(welcome.engine)
-    runner, deployment = load_runner(deployment, config.device, config.num_threads)
+    refresh_only = welcome.kind == PREFILL
+    runner, deployment = load_runner(deployment, config.device, config.num_threads, refresh_only=refresh_only)
     try:
         transfer = new_transfer(welcome, deployment, runner, stream)
         engine = new_engine(welcome, deployment, runner, transfer)
-        stream.send(ready(deployment))
-        WorkerLoop(engine, stream, transfer=transfer).run()
+        board.ready(welcome.worker_id, deployment.kv_max_pages or 0)
+        stream.send(ready(deployment, board_server))
+        WorkerLoop(engine, stream, board, transfer=transfer).run()
     finally:
         runner.close()
 

@@ -22,6 +22,7 @@ from dbench.events import Event, event_to_json
 from dbench.serve.proto import dbench_pb2 as pb
 from dbench.serve.proto.dbench_pb2_grpc import WorkerLinkStub
 from dbench.serve.sequence import BlockEnd, BlockKey, BlockTask, HandedOver
+from dbench.serve.tls import channel_credentials, mismatch
 from dbench.serve.transit import KvNews
 from dbench.serve.wire import MAX_MESSAGE_BYTES
 from dbench.serve.wire_link import (
@@ -113,9 +114,10 @@ class _Close:
 class WorkerStream:
     """Between `start` and `close`; `send` and the inbox may be used from one thread."""
 
-    def __init__(self, address: str, hello: Hello) -> None:
+    def __init__(self, address: str, hello: Hello, tls_ca: str | None = None) -> None:
         self._address = address
         self._hello = hello
+        self._tls_ca = tls_ca
         self._inbox: queue.SimpleQueue[Incoming] = queue.SimpleQueue()
         self._outbox: queue.SimpleQueue[Ready | Fatal | Leaving | Report | _Close] = queue.SimpleQueue()
         self._iteration_began_s: float | None = None
@@ -133,8 +135,12 @@ class WorkerStream:
         self._reader.join()
 
     def start(self) -> None:
-        """Dial the scheduler; what comes of it is in the inbox."""
-        self._channel = grpc.insecure_channel(self._address, options=CHANNEL_OPTIONS)
+        """Dial the scheduler; what comes of it is in the inbox. Raises OptionError for a useless tls_ca."""
+        if self._tls_ca is None:
+            self._channel = grpc.insecure_channel(self._address, options=CHANNEL_OPTIONS)
+        else:
+            credentials = channel_credentials(self._tls_ca)
+            self._channel = grpc.secure_channel(self._address, credentials, options=CHANNEL_OPTIONS)
         self._reader.start()
 
     def listen(self, listener: EagerListener) -> None:
@@ -196,7 +202,7 @@ class WorkerStream:
                 self._sort(command, at_s)
             ended = StreamEnded("the scheduler closed the stream")
         except grpc.RpcError as error:
-            ended = _ended_by(error)
+            ended = _ended_by(error, is_secure=self._tls_ca is not None)
         except ValueError as error:
             ended = StreamEnded(one_line(error), is_refusal=True)
         self._inbox.put(ended)
@@ -250,8 +256,11 @@ class WorkerStream:
         return EngineProgress(now_s, iteration, iteration_age_s=age_s)
 
 
-def _ended_by(error: object) -> StreamEnded:
+def _ended_by(error: object, *, is_secure: bool) -> StreamEnded:
     """With what the other side said; gRPC's errors are also calls, which their declared type hides."""
     if not isinstance(error, grpc.Call):
         return StreamEnded(one_line(str(error)))
-    return StreamEnded(one_line(error.details() or str(error.code())), error.code() in REFUSALS)
+    details = one_line(error.details() or str(error.code()))
+    if found := mismatch(details, is_secure=is_secure):
+        return StreamEnded(f"the server is not available: {found.meaning}", found.is_certain)
+    return StreamEnded(details, error.code() in REFUSALS)

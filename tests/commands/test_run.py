@@ -68,10 +68,10 @@ def test_the_first_request_does_not_wait_for_the_packages_of_the_report(command:
     assert {name.split(".")[0] for name in done.stdout.split()}.isdisjoint({"pandas", "matplotlib", "torch", "optuna"})
 
 
-def test_own_server_takes_any_free_port() -> None:
+def test_own_server_takes_any_free_ports() -> None:
     resolved = with_own_server(given())
-    assert resolved.section(ServiceOptions).scheduler_port == 0
-    assert resolved.origins["scheduler_port"].startswith("auto: ")
+    for name in ("scheduler_port", "master_port", "base_worker_port"):
+        assert (resolved.value(name), resolved.origins[name]) == (0, "auto: any free port")
 
 
 def test_configuration_of_an_attached_run_attaches_again(tmp_path: Path) -> None:

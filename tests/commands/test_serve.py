@@ -30,7 +30,7 @@ RESULTS = "benchmark_results.json"
 @contextmanager
 def serving(folder: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """`dbench serve` with its folder, and its address; killed at the end if it still runs."""
-    options = ("--scheduler-port", "0", "--max-model-len", "512", "--export-partial-metrics")
+    options = ("--scheduler-port", "0", "--base-worker-port", "0", "--max-model-len", "512", "--export-partial-metrics")
     process = subprocess.Popen(
         (sys.executable, "-m", "dbench", "serve", "embedded", *options, "--metrics-output-dir", str(folder)),
         env=ENVIRONMENT,
@@ -50,7 +50,7 @@ def serving(folder: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
 
 def starting(folder: Path, said: IO[str]) -> subprocess.Popen[str]:
     """`dbench serve` whose workers have processes and are not ready; its standard error goes to `said`."""
-    options = ("--gpus", "cpu,cpu", "--scheduler-port", "0", "--log-level", "debug")
+    options = ("--gpus", "cpu,cpu", "--scheduler-port", "0", "--base-worker-port", "0", "--log-level", "debug")
     process = subprocess.Popen(
         (sys.executable, "-m", "dbench", "serve", "embedded", *options, "--metrics-output-dir", str(folder)),
         env=ENVIRONMENT,

@@ -8,7 +8,7 @@ from collections.abc import Collection
 import pytest
 
 from dbench.load.arrivals import ARRIVALS
-from dbench.options import COMMAND_SECTIONS, Option, options_of
+from dbench.options import COMMAND_SECTIONS, WORKER_KINDS, Option, options_of
 from dbench.serve.placement import PLACERS
 from dbench.serve.policy import QUEUE_ORDERS, SPANS
 from dbench.serve.refresh_attention import REFRESH_BACKENDS
@@ -29,6 +29,7 @@ TABLES: dict[str, Collection[str]] = {
     "unmasking_strategy": UNMASKING_RULES,
     "interval_type": ARRIVALS,
     "length_type": {"trace", "fixed"},  # two branches of length_source, no table
+    "worker_type": WORKER_KINDS,
     "log_level": {name.lower() for name in logging.getLevelNamesMapping()} - {"critical", "fatal", "warn", "notset"},
 }
 

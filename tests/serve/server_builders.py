@@ -28,6 +28,7 @@ from dbench.serve.status import ServerDescription
 from dbench.serve.wire import PollState
 from dbench.serve.wire_link import Hello, Ready
 from dbench.serve.worker import WorkerLoop, wait_for_welcome
+from dbench.serve.worker_board import WorkerBoard
 from dbench.serve.worker_stream import WorkerStream
 
 T = TypeVar("T")
@@ -41,6 +42,7 @@ SMALL: Mapping[str, object] = {
     "kv_max_pages": 128,
     "kv_page_size": 16,
     "scheduler_port": 0,
+    "base_worker_port": 0,
 }
 
 
@@ -122,7 +124,7 @@ class ThreadWorker:
             worker_id = wait_for_welcome(self.stream).worker_id
             engine = Engine(runner, PagePool(self.num_pages, page_size), limits, worker_id=worker_id)
             self.stream.send(Ready(self.num_pages, page_size, limits.max_model_len))
-            WorkerLoop(engine, self.stream, self.drain_timeout_s).run()
+            WorkerLoop(engine, self.stream, WorkerBoard(), self.drain_timeout_s).run()
         except ServerUnavailable as error:
             self.error = error
         finally:

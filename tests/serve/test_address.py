@@ -7,7 +7,7 @@ import socket
 import pytest
 
 from dbench.options import ServiceOptions
-from dbench.serve.address import address_fault, is_loopback, join_host_port
+from dbench.serve.address import address_fault, board_host, is_loopback, join_host_port, worker_ports_fault
 
 
 def fault_of(host: str = "127.0.0.1", port: int = 0, *, allowed: bool = False) -> str:
@@ -47,3 +47,31 @@ def test_loopback_is_what_only_this_machine_reaches() -> None:
 def test_ipv6_host_gets_brackets() -> None:
     assert join_host_port("::1", 5) == "[::1]:5"
     assert join_host_port("127.0.0.1", 5) == "127.0.0.1:5"
+
+
+def ports_fault(
+    base: int, num_workers: int = 2, *, scheduler_port: int = 0, master_port: int = 0, is_hybrid: bool = True
+) -> str:
+    service = ServiceOptions(base_worker_port=base, scheduler_port=scheduler_port, master_port=master_port)
+    fault = worker_ports_fault(service, num_workers, is_hybrid=is_hybrid)
+    return "" if fault is None else fault.line
+
+
+def test_ports_of_workers_are_their_own_and_free() -> None:
+    assert ports_fault(0) == ports_fault(65534) == ports_fault(1, num_workers=0) == ""
+    assert ports_fault(65535) == "base_worker_port: got 65535, wanted at most 65534 for 2 workers"
+    taken_twice = "base_worker_port: got 50100, and so 50101, which is {} too, wanted"
+    assert ports_fault(50100, scheduler_port=50101).startswith(taken_twice.format("scheduler_port"))
+    assert ports_fault(50100, master_port=50101).startswith(taken_twice.format("master_port"))
+    assert ports_fault(50100, master_port=50101, is_hybrid=False) == ""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        assert ports_fault(port - 1).startswith(f"base_worker_port: got {port}, which is in use on 127.0.0.1, wanted")
+
+
+def test_figures_of_workers_leave_the_machine_only_where_that_is_allowed() -> None:
+    assert board_host(ServiceOptions(host="::1")) == "::1"
+    assert board_host(ServiceOptions(host="10.0.0.1", tls_cert="cert", tls_key="key")) == "127.0.0.1"
+    assert board_host(ServiceOptions(host="10.0.0.1", allow_insecure_bind=True)) == "10.0.0.1"

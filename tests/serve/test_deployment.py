@@ -46,3 +46,8 @@ def test_a_layer_is_measured_only_where_that_is_wanted() -> None:
 def test_nothing_is_captured_where_steps_compute_whole_canvases() -> None:
     assert deployment(cache_mode="none").graph_batch_sizes() == ()
     assert deployment(enable_cuda_graphs=False).graph_batch_sizes() == ()
+
+
+def test_a_worker_that_only_refreshes_captures_nothing() -> None:
+    assert deployment().graph_batch_sizes()
+    assert deployment().graph_batch_sizes(refresh_only=True) == ()

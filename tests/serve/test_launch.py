@@ -229,7 +229,7 @@ def test_the_server_process_does_without_torch() -> None:
 def test_what_children_are_told_survives_the_pipe_and_hides_its_secrets() -> None:
     engine, service, config_json = options(api_key="sesame")
     server = ServerConfig(engine, service, config_json, 20)
-    worker = WorkerConfig("127.0.0.1:1", "open", 3, "cpu", 2, 20)
+    worker = WorkerConfig("127.0.0.1:1", "open", 3, "cpu", 2, 20, "127.0.0.1", 20103)
     assert ServerConfig.from_json(server.to_json()) == server
     assert WorkerConfig.from_json(worker.to_json()) == worker
     assert "sesame" not in repr(server)

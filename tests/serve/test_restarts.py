@@ -18,7 +18,7 @@ from tests.serve.server_builders import WORKER_KEY, ServerInThisProcess, final_s
 
 def config_of(server: ServerInThisProcess, **changes: str) -> WorkerConfig:
     given = {"scheduler": server.endpoint.local_address, "worker_key": WORKER_KEY, **changes}
-    return WorkerConfig(given["scheduler"], given["worker_key"], 0, "cpu", 1, logging.INFO)
+    return WorkerConfig(given["scheduler"], given["worker_key"], 0, "cpu", 1, logging.INFO, "127.0.0.1", 0)
 
 
 def test_pauses_double_up_to_the_longest() -> None:

@@ -157,7 +157,7 @@ class WorkerCount(_message.Message):
     def __init__(self, kind: _Optional[str] = ..., expected: _Optional[int] = ..., ready: _Optional[int] = ...) -> None: ...
 
 class WorkerStatus(_message.Message):
-    __slots__ = ("worker_id", "kind", "device", "ready", "state", "pages_total", "pages_used", "kv_page_size", "queue_depth_waiting", "queue_depth_active", "outstanding_prefill_tokens", "num_iterations", "num_forward_passes", "num_unmasked_tokens", "pid", "num_losses")
+    __slots__ = ("worker_id", "kind", "device", "ready", "state", "pages_total", "pages_used", "kv_page_size", "queue_depth_waiting", "queue_depth_active", "outstanding_prefill_tokens", "num_iterations", "num_forward_passes", "num_unmasked_tokens", "pid", "num_losses", "metrics_address")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     KIND_FIELD_NUMBER: _ClassVar[int]
     DEVICE_FIELD_NUMBER: _ClassVar[int]
@@ -174,6 +174,7 @@ class WorkerStatus(_message.Message):
     NUM_UNMASKED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
     NUM_LOSSES_FIELD_NUMBER: _ClassVar[int]
+    METRICS_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     worker_id: int
     kind: str
     device: str
@@ -190,7 +191,8 @@ class WorkerStatus(_message.Message):
     num_unmasked_tokens: int
     pid: int
     num_losses: int
-    def __init__(self, worker_id: _Optional[int] = ..., kind: _Optional[str] = ..., device: _Optional[str] = ..., ready: _Optional[bool] = ..., state: _Optional[str] = ..., pages_total: _Optional[int] = ..., pages_used: _Optional[int] = ..., kv_page_size: _Optional[int] = ..., queue_depth_waiting: _Optional[int] = ..., queue_depth_active: _Optional[int] = ..., outstanding_prefill_tokens: _Optional[int] = ..., num_iterations: _Optional[int] = ..., num_forward_passes: _Optional[int] = ..., num_unmasked_tokens: _Optional[int] = ..., pid: _Optional[int] = ..., num_losses: _Optional[int] = ...) -> None: ...
+    metrics_address: str
+    def __init__(self, worker_id: _Optional[int] = ..., kind: _Optional[str] = ..., device: _Optional[str] = ..., ready: _Optional[bool] = ..., state: _Optional[str] = ..., pages_total: _Optional[int] = ..., pages_used: _Optional[int] = ..., kv_page_size: _Optional[int] = ..., queue_depth_waiting: _Optional[int] = ..., queue_depth_active: _Optional[int] = ..., outstanding_prefill_tokens: _Optional[int] = ..., num_iterations: _Optional[int] = ..., num_forward_passes: _Optional[int] = ..., num_unmasked_tokens: _Optional[int] = ..., pid: _Optional[int] = ..., num_losses: _Optional[int] = ..., metrics_address: _Optional[str] = ...) -> None: ...
 
 class ResetMetricsRequest(_message.Message):
     __slots__ = ()
@@ -341,14 +343,16 @@ class Leaving(_message.Message):
     def __init__(self) -> None: ...
 
 class Ready(_message.Message):
-    __slots__ = ("pages_total", "kv_page_size", "max_model_len")
+    __slots__ = ("pages_total", "kv_page_size", "max_model_len", "metrics_address")
     PAGES_TOTAL_FIELD_NUMBER: _ClassVar[int]
     KV_PAGE_SIZE_FIELD_NUMBER: _ClassVar[int]
     MAX_MODEL_LEN_FIELD_NUMBER: _ClassVar[int]
+    METRICS_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     pages_total: int
     kv_page_size: int
     max_model_len: int
-    def __init__(self, pages_total: _Optional[int] = ..., kv_page_size: _Optional[int] = ..., max_model_len: _Optional[int] = ...) -> None: ...
+    metrics_address: str
+    def __init__(self, pages_total: _Optional[int] = ..., kv_page_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., metrics_address: _Optional[str] = ...) -> None: ...
 
 class Progress(_message.Message):
     __slots__ = ("now_s", "iteration", "refreshed", "ended", "event_json", "iteration_age_s", "reserved", "handed_over")
