@@ -210,7 +210,7 @@ def test_a_worker_whose_device_hangs_ends_itself() -> None:
         "from dbench.serve.fake_runner import FakeRunner, FakeScript, SystemClock\n"
         "hang = FakeScript(num_unmasked=lambda task, step: print('hangs', flush=True) or threading.Event().wait())\n"
         "fake = FakeRunner(hang, page_size=16, clock=SystemClock())\n"
-        "remote_worker.load_runner = lambda deployment, *given: (fake, deployment)\n"
+        "remote_worker.load_runner = lambda deployment, *given, **named: (fake, deployment)\n"
         "config = remote_worker.RemoteWorkerConfig(sys.argv[1], sys.argv[2], 'cpu', None, 1, 30.0, 60.0)\n"
         "sys.exit(remote_worker.RemoteWorker(config, lambda worker_id: None, hang_timeout_s=0.2).run())\n"
     )
