@@ -6,7 +6,7 @@ import asyncio
 import random
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -15,7 +15,7 @@ from types import TracebackType
 
 import psutil
 
-from dbench.events import RequestArrived, RequestFinished, WorkerLost
+from dbench.events import Event, RequestArrived, RequestFinished, WorkerLost, WorkerUp
 from dbench.serve.client import Client
 from dbench.serve.launch import ServerProcess
 from dbench.serve.sequence import SamplingParameters
@@ -109,7 +109,9 @@ class Outcome:
     """Request id -> the last that its client heard; of those that went away, what a poll says."""
     kinds: dict[str, int] = field(default_factory=dict)
     gone_away: set[str] = field(default_factory=set)
-    faults: Counter[Fault] = field(default_factory=Counter)
+    killed: set[psutil.Process] = field(default_factory=set)
+    killed_ready: set[int] = field(default_factory=set)
+    """Process ids of those that were ready when they were killed: the server must report each as lost."""
 
 
 class RemoteWorkers:
@@ -241,11 +243,14 @@ class Chaos:
         while not victims:
             await asyncio.sleep(0.01)
             ready = {worker.pid for worker in (await client.status()).workers if worker.ready}
-            workers = self._workers()
+            workers = [process for process in self._workers() if process not in self.outcome.killed]
             self._household.look()
             victims = [process for process in workers if fault is not Fault.STOP or process.pid in ready]
         victim = self._draw.choice(victims)
-        self.outcome.faults[fault] += 1
+        if fault is Fault.KILL:
+            self.outcome.killed.add(victim)
+            if victim.pid in ready:  # a remote one that has not joined yet dies unseen
+                self.outcome.killed_ready.add(victim.pid)
         try:
             victim.kill() if fault is Fault.KILL else victim.suspend()
         except psutil.NoSuchProcess:
@@ -283,7 +288,19 @@ class Chaos:
         arrived = Counter(e.request_id for e in events if isinstance(e, RequestArrived))
         finished = Counter(e.request_id for e in events if isinstance(e, RequestFinished))
         assert arrived == finished == Counter(dict.fromkeys(states, 1))
-        assert sum(isinstance(e, WorkerLost) for e in events) >= self.outcome.faults[Fault.KILL]
+        assert lost_pids(events) >= self.outcome.killed_ready
+
+
+def lost_pids(events: Sequence[Event]) -> set[int]:
+    """Process ids of workers that were ready once and lost later."""
+    pids: dict[int, int] = {}
+    lost: set[int] = set()
+    for event in events:
+        if isinstance(event, WorkerUp):
+            pids[event.worker_id] = event.pid
+        elif isinstance(event, WorkerLost) and event.worker_id in pids:
+            lost.add(pids[event.worker_id])
+    return lost
 
 
 async def _resume(process: psutil.Process, after_s: float) -> None:
