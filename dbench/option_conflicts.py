@@ -37,7 +37,11 @@ DEPENDENCES = (
         f"{BALANCED} as prefill_scheduler_policy, or in mode {HYBRID} as decode_scheduler_policy",
     ),
     Dependence("op_metrics_layer_id", lambda e: e.enable_operation_metrics, "enable_operation_metrics"),
-    Dependence("cuda_graph_batch_sizes", lambda e: e.enable_cuda_graphs, "enable_cuda_graphs"),
+    Dependence(
+        "cuda_graph_batch_sizes",
+        lambda e: e.enable_cuda_graphs and e.cache_mode == "exact",
+        "enable_cuda_graphs and cache_mode exact",
+    ),
 )
 
 

@@ -46,7 +46,7 @@ class Option:
 class ServiceOptions:
     """Where and how the server is reached, and what it writes."""
 
-    host: str = option("127.0.0.1", "Address that the server binds.", panel="Service")
+    host: str = option("127.0.0.1", "Address that the server binds.", panel="Service", serve_only=True)
     scheduler_port: int = option(
         50051,
         "Port for clients and workers; 0: any free one.",
@@ -56,7 +56,7 @@ class ServiceOptions:
         serve_only=True,
     )
     master_addr: str = option(
-        "localhost", "Address at which workers that exchange KV meet.", panel="Service", mode=HYBRID
+        "localhost", "Address at which workers that exchange KV meet.", panel="Service", serve_only=True, mode=HYBRID
     )
     master_port: int = option(
         29500,
@@ -88,7 +88,9 @@ class ServiceOptions:
     tls_key: str | None = option(
         None, "File with the certificate's private key in PEM.", panel="Service", auto="no TLS", serve_only=True
     )
-    allow_insecure_bind: bool = option(False, "Allow an address other than loopback without TLS.", panel="Service")
+    allow_insecure_bind: bool = option(
+        False, "Allow an address other than loopback without TLS.", panel="Service", serve_only=True
+    )
     worker_key: str | None = option(
         None,
         "Key with which workers of other hosts may join, by 'dbench worker'.",

@@ -73,6 +73,8 @@ def test_hidden_options_of_the_search_are_those_that_it_refuses() -> None:
 @pytest.mark.parametrize(
     "name",
     [
+        "host",
+        "allow_insecure_bind",
         "scheduler_port",
         "metrics_output_dir",
         "export_partial_metrics",

@@ -198,6 +198,7 @@ def test_every_option_of_one_mode_names_a_mode() -> None:
         ({**HYBRID, "kv_topology_alpha": 0.5}, "decode_scheduler_policy topology_guarded_memory"),
         ({"op_metrics_layer_id": 1}, "enable_operation_metrics"),
         ({"cuda_graph_batch_sizes": "1,2", "enable_cuda_graphs": False}, "enable_cuda_graphs"),
+        ({"cuda_graph_batch_sizes": "1,2", "cache_mode": "none"}, "enable_cuda_graphs and cache_mode exact"),
     ],
 )
 def test_an_option_that_would_do_nothing_is_refused_by_name(flags: dict[str, object], beside: str) -> None:

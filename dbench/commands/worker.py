@@ -7,6 +7,7 @@ from dbench.commands.common import open_view
 from dbench.config import Resolved
 from dbench.errors import OptionError
 from dbench.options import WorkerOptions
+from dbench.serve.address import LOOPBACK, bind_fault
 from dbench.serve.child import num_cores
 from dbench.serve.remote_worker import CUDA, RemoteWorker, RemoteWorkerConfig
 
@@ -25,7 +26,7 @@ def worker_command(invocation: Invocation) -> int:
 
 
 def worker_config(resolved: Resolved) -> RemoteWorkerConfig:
-    """Raises OptionError for what is missing or no device."""
+    """Raises OptionError for what is missing, no device, or a port that is taken."""
     options = resolved.section(WorkerOptions)
     if options.worker_key is None:
         raise OptionError("--worker-key: not given; set DBENCH_WORKER_KEY to the key that the server was started with")
@@ -34,6 +35,9 @@ def worker_config(resolved: Resolved) -> RemoteWorkerConfig:
         raise OptionError(f"{resolved.place('scheduler')}: got {options.scheduler!r}, wanted HOST:PORT")
     if options.gpu != CPU and not options.gpu.isdecimal():
         raise OptionError(f"{resolved.place('gpu')}: got {options.gpu!r}, wanted 'cpu' or the number of a CUDA device")
+    name, port = "worker_port", options.worker_port
+    if port is not None and (fault := bind_fault(name, LOOPBACK, name, port)):
+        raise OptionError(f"{resolved.place(name)}: got {fault.got}, wanted {fault.wanted}")
     return RemoteWorkerConfig(
         scheduler=options.scheduler,
         worker_key=options.worker_key,

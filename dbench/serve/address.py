@@ -33,7 +33,7 @@ def address_fault(service: ServiceOptions) -> AddressFault | None:
     if not is_loopback(host) and service.tls_cert is None and not service.allow_insecure_bind:
         wanted = "a loopback address such as 127.0.0.1, or --tls-cert, or --allow-insecure-bind to serve without TLS"
         return AddressFault("host", repr(host), wanted)
-    return _bind_fault("host", host, "scheduler_port", port)
+    return bind_fault("host", host, "scheduler_port", port)
 
 
 def meeting_fault(service: ServiceOptions) -> AddressFault | None:
@@ -49,7 +49,7 @@ def meeting_fault(service: ServiceOptions) -> AddressFault | None:
         return AddressFault(
             "master_port", f"{port}, which is scheduler_port too", "another port, or 0 for any free one"
         )
-    return _bind_fault("master_addr", host, "master_port", port)
+    return bind_fault("master_addr", host, "master_port", port)
 
 
 def board_host(service: ServiceOptions) -> str:
@@ -69,7 +69,7 @@ def worker_ports_fault(service: ServiceOptions, num_workers: int, *, is_hybrid: 
         if port in others:
             wanted = "ports of their own for the workers, or 0 for any free ones"
             return AddressFault("base_worker_port", f"{base}, and so {port}, which is {others[port]} too", wanted)
-        fault = _bind_fault("host", board_host(service), "base_worker_port", port)
+        fault = bind_fault("host", board_host(service), "base_worker_port", port)
         if fault is not None:
             return fault
     return None
@@ -89,7 +89,8 @@ def listen_on(host: str, port: int, backlog: int = 128) -> socket.socket:
     return listener
 
 
-def _bind_fault(host_option: str, host: str, port_option: str, port: int) -> AddressFault | None:
+def bind_fault(host_option: str, host: str, port_option: str, port: int) -> AddressFault | None:
+    """What stands against listening there at this moment, or None."""
     try:
         listen_on(host, port).close()
     except OSError as error:

@@ -29,7 +29,7 @@ from dbench.serve.weights import WeightSource, load_weights
 logger = logging.getLogger(__name__)
 
 RESERVE_BYTES = 1 << 30
-"""For graphs, library handles and kernels; 11 graphs of LLaDA-8B take about a third of it."""
+"""For graphs of passes and of stretches, library handles and kernels."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +125,8 @@ def _prepare(runner: CudaRunner, settings: CudaSettings, sizes: PassSizes, devic
     if taken > RESERVE_BYTES:
         raise ServerStartError(
             f"{device}: the first passes, graphs and libraries took {gib(taken)}, more than the "
-            f"{gib(RESERVE_BYTES)} kept for them; give fewer --cuda-graph-batch-sizes, or a shorter --max-model-len"
+            f"{gib(RESERVE_BYTES)} kept for them; give fewer --cuda-graph-batch-sizes, a shorter --max-model-len, "
+            "or --no-enable-cuda-graphs"
         )
 
 

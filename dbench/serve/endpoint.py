@@ -13,7 +13,7 @@ from grpc_reflection.v1alpha import reflection
 
 from dbench.errors import OptionError, one_line
 from dbench.options import ServiceOptions
-from dbench.serve.address import address_fault, join_host_port
+from dbench.serve.address import LOOPBACK, address_fault, join_host_port
 from dbench.serve.client_service import SERVICE_NAME, ApiKeyInterceptor, ClientService
 from dbench.serve.hub import Hub
 from dbench.serve.link_service import WorkerLinkService, WorkerTerms
@@ -32,7 +32,6 @@ SERVER_OPTIONS = (
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
 )
-LOOPBACK = "127.0.0.1"
 WILDCARDS = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 """Address that means all of them -> where this machine reaches itself."""
 

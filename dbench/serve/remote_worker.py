@@ -30,6 +30,7 @@ from dbench.errors import (
     one_line,
 )
 from dbench.options import COLOCATED, PREFILL, EngineOptions
+from dbench.serve.address import LOOPBACK
 from dbench.serve.deployment import Deployment, deployment_of
 from dbench.serve.engine import Engine
 from dbench.serve.wire_link import Fatal, Hello, Leaving, Welcome
@@ -50,7 +51,6 @@ if TYPE_CHECKING:
     from dbench.serve.transfer import Transfer
 
 CUDA = "cuda:"
-BOARD_HOST = "127.0.0.1"
 FIRST_PAUSE_S = 1.0
 LONGEST_PAUSE_S = 30.0
 
@@ -114,7 +114,7 @@ class RemoteWorker:
         self._instance = uuid.uuid4().hex
         self._board = WorkerBoard()
         port = config.board_port
-        self._board_server = None if port is None else BoardServer(self._board, BOARD_HOST, port)
+        self._board_server = None if port is None else BoardServer(self._board, LOOPBACK, port)
         self._loaded: Loaded | None = None
         self._in_service: WorkerStream | None = None
         self._is_leaving = False

@@ -42,6 +42,7 @@ from dbench.serve.scheduler import Scheduler
 from dbench.serve.scheduler_records import SchedulerRules
 from dbench.serve.status import ServerDescription
 from dbench.serve.tables import TableWriter
+from dbench.serve.tls import is_secure
 from dbench.values import counted
 
 WORKER_EXIT_TIMEOUT_S = 10.0
@@ -145,7 +146,7 @@ async def run_server(
             tasks.append(asyncio.create_task(tables.run()))
         has_drained = False
         try:
-            _say_who_is_awaited(service, endpoint.address)
+            say_who_is_awaited(service, endpoint.address)
             await local.start()
             if await _all_ready(hub, local, stop, service.startup_timeout_s):
                 tasks += [restarts.start(), asyncio.create_task(_lose_hanging_workers(hub))]
@@ -228,12 +229,14 @@ def worker_configs(
     ]
 
 
-def _say_who_is_awaited(service: ServiceOptions, address: str) -> None:
+def say_who_is_awaited(service: ServiceOptions, address: str) -> None:
+    """Log the commands with which workers of other hosts join."""
+    trust = " --tls-ca FILE" if is_secure(service) else ""
     if service.num_remote_workers:
-        logger.info(WAITING, counted(service.num_remote_workers, "worker"), address, "")
+        logger.info(WAITING, counted(service.num_remote_workers, "worker"), address, trust)
     if service.num_remote_prefill_workers:
         number = counted(service.num_remote_prefill_workers, "prefill worker")
-        logger.info(WAITING, number, address, f" --worker-type {PREFILL}")
+        logger.info(WAITING, number, address, f"{trust} --worker-type {PREFILL}")
 
 
 async def _all_ready(hub: Hub, local: LocalWorkers, stop: Stop, timeout_s: float) -> bool:

@@ -62,7 +62,7 @@ def tls_fault(service: ServiceOptions) -> AddressFault | None:
     if fault := _certificates_fault(cert):
         return AddressFault("tls_cert", fault, CERTIFICATE)
     try:
-        server_context(cert, key)
+        _load_pair(cert, key)
     except ssl.SSLError as error:
         if "KEY_VALUES_MISMATCH" in str(error) or "KEY_TYPE_MISMATCH" in str(error):
             return AddressFault("tls_key", f"{key!r}, the key of another certificate", f"that of tls_cert {cert!r}")
@@ -70,13 +70,6 @@ def tls_fault(service: ServiceOptions) -> AddressFault | None:
     except OSError as error:
         return AddressFault("tls_key", f"{key!r} ({error.strerror or error})", KEY)
     return None
-
-
-def server_context(cert: str, key: str) -> ssl.SSLContext:
-    """For sockets that are not gRPC's. Raises OSError, of which ssl.SSLError is one, for files that cannot be used."""
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(cert, key, password=b"")  # no passphrase, instead of asking for one at the terminal
-    return context
 
 
 def server_credentials(service: ServiceOptions) -> grpc.ServerCredentials:
@@ -102,6 +95,12 @@ def mismatch(details: str, *, is_secure: bool) -> Mismatch | None:
         if known.is_secure == is_secure and all(marker in details for marker in known.markers):
             return known
     return None
+
+
+def _load_pair(cert: str, key: str) -> None:
+    """Raises OSError, of which ssl.SSLError is one, for files that cannot be used; gRPC says nothing of the kind."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(cert, key, password=b"")  # no passphrase, instead of asking for one at the terminal
 
 
 def _certificates_fault(path: str) -> str:

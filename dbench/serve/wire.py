@@ -99,7 +99,7 @@ class WorkerStatus:
     num_losses: int = 0
     """Times that it was lost, whether or not it came back."""
     metrics_address: str = ""
-    """host:port of its health and metrics; empty for none."""
+    """host:port of its health and metrics, as its own host calls it; empty for none."""
 
 
 @dataclass(frozen=True, slots=True)

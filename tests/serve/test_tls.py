@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import subprocess
 import sys
 from collections.abc import Coroutine
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from dbench.errors import OptionError, ServerUnavailable
 from dbench.options import ServiceOptions
 from dbench.serve.address import address_fault
 from dbench.serve.client import Client, submit_and_wait
+from dbench.serve.server import say_who_is_awaited
 from dbench.serve.tls import tls_fault
 from dbench.serve.wire import Submission
 from tests.serve.process_builders import assert_all_end, family_of, launch, wait_for
@@ -74,6 +77,22 @@ def test_the_commands_that_dial_a_server_speak_tls(pair: Pair, tmp_path: Path) -
         refused = dbench("submit", "--server", server.address, "--prompt-ids", "1,2,3")
         assert (refused.returncode, refused.stderr.count("\n")) == (1, 1)
         assert "give --tls-ca" in refused.stderr
+
+
+def test_the_command_for_an_awaited_worker_is_one_that_the_server_understands(
+    pair: Pair, caplog: pytest.LogCaptureFixture
+) -> None:
+    options = ServiceOptions(num_remote_workers=1, num_remote_prefill_workers=2)
+    with caplog.at_level(logging.INFO):
+        say_who_is_awaited(options, "10.0.0.1:50051")
+        say_who_is_awaited(replace(options, **pair.options), "10.0.0.1:50051")
+    beginning = "dbench worker --scheduler 10.0.0.1:50051"
+    assert [record.getMessage().partition("; there: ")[2] for record in caplog.records] == [
+        beginning,
+        f"{beginning} --worker-type prefill",
+        f"{beginning} --tls-ca FILE",
+        f"{beginning} --tls-ca FILE --worker-type prefill",
+    ]
 
 
 def test_a_certificate_of_an_authority_is_trusted_by_either_of_the_two(tmp_path: Path) -> None:

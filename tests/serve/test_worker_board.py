@@ -129,6 +129,16 @@ def test_a_caller_that_hangs_up_early_leaves_standard_error_alone(
     assert capfd.readouterr().err == ""
 
 
+def test_it_answers_where_no_name_server_does(board: WorkerBoard, monkeypatch: pytest.MonkeyPatch) -> None:
+    def wait_for_ever(name: str = "") -> str:
+        pytest.fail(f"the name of {name} was looked up")
+
+    monkeypatch.setattr(socket, "getfqdn", wait_for_ever)
+    with closing(BoardServer(board, HOST, 0)) as server:
+        server.start()
+        assert get(server.address, "/health")[0] == 503
+
+
 def test_a_port_that_is_taken_costs_the_figures_but_not_the_worker(
     server: BoardServer, caplog: pytest.LogCaptureFixture
 ) -> None:
