@@ -35,9 +35,9 @@ def worker_config(resolved: Resolved) -> RemoteWorkerConfig:
         raise OptionError(f"{resolved.place('scheduler')}: got {options.scheduler!r}, wanted HOST:PORT")
     if options.gpu != CPU and not options.gpu.isdecimal():
         raise OptionError(f"{resolved.place('gpu')}: got {options.gpu!r}, wanted 'cpu' or the number of a CUDA device")
-    name, port = "worker_port", options.worker_port
-    if port is not None and (fault := bind_fault(name, LOOPBACK, name, port)):
-        raise OptionError(f"{resolved.place(name)}: got {fault.got}, wanted {fault.wanted}")
+    board_port = options.worker_port
+    if board_port is not None and (fault := bind_fault("worker_port", LOOPBACK, "worker_port", board_port)):
+        raise OptionError(f"{resolved.place(fault.option)}: got {fault.got}, wanted {fault.wanted}")
     return RemoteWorkerConfig(
         scheduler=options.scheduler,
         worker_key=options.worker_key,
@@ -47,7 +47,7 @@ def worker_config(resolved: Resolved) -> RemoteWorkerConfig:
         drain_timeout_s=options.drain_timeout_s,
         reconnect_timeout_s=options.reconnect_timeout_s,
         tls_ca=options.tls_ca,
-        board_port=options.worker_port,
+        board_port=board_port,
         kind=options.worker_type,
     )
 

@@ -240,7 +240,7 @@ class _Server(ThreadingMixIn, WSGIServer):
     def server_bind(self) -> None:
         """Without a look-up of the host's name, for which HTTPServer would wait where name servers do not answer."""
         TCPServer.server_bind(self)
-        self.server_name, self.server_port = self.server_address[:2]
+        self.server_name, self.server_port, *_ = self.socket.getsockname()
         self.setup_environ()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
