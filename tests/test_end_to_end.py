@@ -160,6 +160,14 @@ def test_streamed_text_is_the_text_of_the_answer(server: Server) -> None:
     assert whole.stderr.startswith("COMPLETED: ")
 
 
+def test_streamed_json_is_a_line_for_each_block_and_the_result_last(server: Server) -> None:
+    arguments = ("submit", "--server", server.address, "--prompt-ids", "1,2,3", "--gen-length", "96", "--ignore-eos")
+    *blocks, result = map(json.loads, dbench(server.folder, *arguments, "--stream", "--json").stdout.splitlines())
+    assert [block["block_index"] for block in blocks] == [0, 1, 2]
+    assert [token for block in blocks for token in block["token_ids"]] == result["token_ids"]
+    assert (len(result["token_ids"]), result["status"]) == (96, "COMPLETED")
+
+
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [

@@ -64,6 +64,6 @@ def check_writable(folder: Path, *, place: str) -> None:
         ) from None
 
 
-def print_json(record: Any) -> None:
+def print_json(record: Any, *, in_one_line: bool = False) -> None:
     """One JSON document on stdout; as in every file, nan becomes null and infinities the texts "inf" and "-inf"."""
-    print(json.dumps(strict(record), indent=2, allow_nan=False))
+    print(json.dumps(strict(record), indent=None if in_one_line else 2, allow_nan=False), flush=True)

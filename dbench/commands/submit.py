@@ -60,9 +60,10 @@ async def _submit(resolved: Resolved, *, as_json: bool) -> int:
             ignore_eos=options.ignore_eos,
         )
         printer = BlockPrinter(tokenizer) if options.stream and not as_json else None
-        result = await submit_and_wait(client, submission, printer.block if printer is not None else None)
+        on_block = printer.block if printer is not None else _print_block if options.stream else None
+        result = await submit_and_wait(client, submission, on_block)
     if as_json:
-        print_json(_record(result, tokenizer))
+        print_json(_record(result, tokenizer), in_one_line=options.stream)
     else:
         print_result(result, tokenizer, printer)
     return EXIT_OK if result.status == Status.COMPLETED else EXIT_FAILED
@@ -120,6 +121,11 @@ def _prompt(resolved: Resolved, tokenizer: Tokenizer | None) -> tuple[int, ...]:
     if options.chat is not None:
         return tuple(tokenizer.encode_chat([Message("user", options.chat)]))
     return tuple(tokenizer.encode(options.prompt or ""))
+
+
+def _print_block(block: FinishedBlock) -> None:
+    """A line of JSON; the text comes with the result, since a character may lie across two blocks."""
+    print_json({"block_index": block.block_index, "token_ids": block.token_ids}, in_one_line=True)
 
 
 def _record(result: SubmitResult, tokenizer: Tokenizer | None) -> dict[str, object]:
