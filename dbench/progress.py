@@ -35,6 +35,7 @@ class ServerState(StrEnum):
     READY = "ready"
     NOT_READY = "no worker ready"
     DRAINING = "draining"
+    ENDED = "ended"
 
 
 @dataclass(frozen=True, slots=True)

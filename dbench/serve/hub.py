@@ -59,6 +59,8 @@ class Hub:
         self.is_open = False
         """All workers were ready once."""
         self.is_draining = False
+        self.has_ended = False
+        """Nothing of the server is left."""
         self.fatal_errors: dict[int, str] = {}
         """What workers said before they ended, by worker id, until they are started again."""
         self.recent_errors: deque[str] = deque(maxlen=MAX_RECENT_ERRORS)
@@ -76,6 +78,8 @@ class Hub:
 
     @property
     def state(self) -> ServerState:
+        if self.has_ended:
+            return ServerState.ENDED
         if self.is_draining:
             return ServerState.DRAINING
         if not self.is_open:

@@ -164,6 +164,9 @@ async def run_server(
                 task.cancel()
             await _end(hub, local, endpoint, at_once=not has_drained)
             meeting.close()
+            hub.has_ended = True
+            if observer.on_progress is not None:
+                observer.on_progress(description.progress(hub, endpoint.address))
         for task in tasks:
             with suppress(asyncio.CancelledError):
                 await task

@@ -208,6 +208,9 @@ def test_before_its_workers_are_ready_a_server_queues_and_health_says_not_servin
     run(scenario())
     assert shown[0].state is ServerState.STARTING
     assert shown[0].workers[0].state == "starting"
+    last = shown[-1]
+    assert (last.state, last.num_completed, last.num_in_server) == (ServerState.ENDED, 1, 0)
+    assert [worker.state for worker in last.workers] == ["ended"] * len(last.workers)
 
 
 def test_a_stop_during_the_start_ends_the_start() -> None:
