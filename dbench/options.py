@@ -290,7 +290,9 @@ class ClientOptions:
     tokenizer: str | None = option(
         None, "Directory that holds the tokenizer's files, or 'embedded'.", panel="Request", auto="the server's own"
     )
-    stream: bool = option(False, "Print each block as it comes; with --json a line for each, the result last.", panel="Request")
+    stream: bool = option(
+        False, "Print each block as it comes; with --json a line for each, the result last.", panel="Request"
+    )
 
 
 @dataclass(frozen=True, slots=True)
