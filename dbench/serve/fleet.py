@@ -36,6 +36,8 @@ SCHEDULER = "scheduler"
 """Source of the scheduler's events."""
 NOT_YET = "remote"
 """The device of a remote worker that has never been there."""
+MAX_CLOCK_DRIFT = 1e-4
+"""Seconds per second that the clocks of two hosts may differ in pace; without a time service they differ by less."""
 MAX_SILENCE_STEP_S = 2.0
 """More time than this between two looks at the workers is this process's own sleep, which must not be theirs."""
 
@@ -86,12 +88,17 @@ class Worker:
     ready_for_s: float | None = None
     """How long it had been ready when it was lost; None: never since it was last started."""
     silent_s: float = 0.0
-    """Since its last message, or since it is awaited or starts, as far as this process was awake."""
+    """Since its last message, as far as this process was awake."""
+    phase_age_s: float = 0.0
+    """Since it is awaited or starts, as far as this process was awake."""
     num_losses: int = 0
     iteration_age_s: float = 0.0
     """Of the iteration that ran when it last said so."""
     clock_offset_s: float = math.inf
-    """What turns its clock into ours: the smallest difference seen, the one with the shortest way."""
+    """What turns its clock into ours: the smallest difference seen, the one with the shortest way. On another host,
+    whose clock has a pace of its own, what was seen long ago counts less."""
+    heard_s: float = 0.0
+    """When its last message came."""
     assignments: dict[BlockKey, Assignment] = field(default_factory=dict)
     pins: dict[str, Pin] = field(default_factory=dict)
     """By request id."""
@@ -172,7 +179,7 @@ class Worker:
         self.pid, self.capacity, self.num_iterations = 0, None, 0
         self.clock_offset_s = math.inf
         self.ready_for_s = None
-        self.silent_s = 0.0
+        self.silent_s = self.phase_age_s = 0.0
 
     def become_ready(self, device: str, pid: int, capacity: Ready, now_s: float) -> None:
         self.phase = WorkerPhase.READY
@@ -184,19 +191,21 @@ class Worker:
         """Its stream has ended; its assignments stay until somebody ends them."""
         self.phase = phase
         self.last_state = None
-        self.silent_s = 0.0
+        self.silent_s = self.phase_age_s = 0.0
         self.ready_for_s = None if self.ready_s is None else now_s - self.ready_s
         self.ready_s = None
 
     def hear(self, now_s: float, progress: EngineProgress) -> None:
         """Take in what a message says of the worker itself."""
-        self.clock_offset_s = min(self.clock_offset_s, now_s - progress.now_s)
+        drift_s = MAX_CLOCK_DRIFT * (now_s - self.heard_s) if self.is_remote else 0.0
+        self.clock_offset_s = min(self.clock_offset_s + drift_s, now_s - progress.now_s)
+        self.heard_s = now_s
         self.num_iterations = progress.iteration
         self.silent_s = 0.0
         self.iteration_age_s = progress.iteration_age_s or 0.0
 
     def hangs(self, timeout_s: float) -> str:
-        """Why a ready worker counts as lost, in words; empty for one that moves."""
+        """Why a worker that has blocks, or may get some, counts as lost, in words; empty for one that moves."""
         if self.iteration_age_s > timeout_s:
             number = self.num_iterations + 1
             return f"its iteration {number} has run for {self.iteration_age_s:.1f} s, worker_timeout_s is {timeout_s:g}"
@@ -319,10 +328,11 @@ class Fleet:
         """
         passed_s = 0.0 if self._looked_s is None else min(now_s - self._looked_s, MAX_SILENCE_STEP_S)
         self._looked_s = now_s
-        ready = self.in_phase(WorkerPhase.READY)
         for worker in self.workers.values():
             worker.silent_s += passed_s
-        hanging = [(worker.worker_id, reason) for worker in ready if (reason := worker.hangs(timeout_s))]
+            worker.phase_age_s += passed_s
+        at_work = self.in_phase(WorkerPhase.READY, WorkerPhase.DRAINING)
+        hanging = [(worker.worker_id, reason) for worker in at_work if (reason := worker.hangs(timeout_s))]
         return hanging + self._late(WorkerPhase.STARTING, "it was not ready")
 
     def find_absent(self) -> list[tuple[int, str]]:
@@ -331,7 +341,7 @@ class Fleet:
 
     def _late(self, phase: WorkerPhase, what: str) -> list[tuple[int, str]]:
         limit_s = self._startup_timeout_s
-        late = [w.worker_id for w in self.in_phase(phase) if w.is_remote and w.silent_s > limit_s]
+        late = [w.worker_id for w in self.in_phase(phase) if w.is_remote and w.phase_age_s > limit_s]
         return [(worker_id, f"{what} within startup_timeout_s {limit_s:g}") for worker_id in late]
 
     def place_of(self, hello: Hello) -> Worker:

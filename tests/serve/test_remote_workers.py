@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import pytest
+
 from dbench.events import WorkerLeft, WorkerLost, WorkerUp
 from dbench.options import COLOCATED, PREFILL
+from dbench.serve.fleet import WorkerPhase
 from dbench.serve.sequence import Status
 from dbench.serve.wire_link import Drain, Hello
-from tests.serve.scheduler_builders import MASK_ID, STARTUP_TIMEOUT_S, Hybrid, Rig, cancelled, done, rules
+from tests.serve.scheduler_builders import MASK_ID, STARTUP_TIMEOUT_S, TIMEOUT_S, Hybrid, Rig, cancelled, done, rules
 
 
 def test_a_worker_that_joins_gets_a_number_and_blocks() -> None:
@@ -144,11 +147,41 @@ def test_a_worker_that_joins_and_never_gets_ready_is_lost() -> None:
     rig = Rig(num_workers=1)
     rig.fleet.join(Hello("key", None, "cpu", 7, instance="a"))
     for _ in range(int(STARTUP_TIMEOUT_S) + 2):
-        rig.progress(0)
+        for worker_id in [worker.worker_id for worker in rig.fleet.in_phase(WorkerPhase.STARTING, WorkerPhase.READY)]:
+            rig.progress(worker_id)  # a heartbeat, also while the model is loaded
         rig.look(1.0)
     assert [(event.worker_id, event.reason) for event in rig.of(WorkerLost)] == [
         (1, "it was not ready within startup_timeout_s 60")
     ]
+
+
+@pytest.mark.parametrize("sign", ["hangs", "is silent"])
+def test_a_leaving_worker_that_hangs_is_let_go_and_its_blocks_go_on_elsewhere(sign: str) -> None:
+    rig = Rig(num_workers=1, num_remote=1, policy="round_robin")
+    assert rig.join("a") == 1
+    requests = [rig.submit() for _ in range(2)]
+    rig.leave(1)
+    for age_s in range(int(TIMEOUT_S) + 2):
+        rig.progress(0)
+        if sign == "hangs":
+            rig.progress(1, iteration_age_s=age_s)
+        rig.look(1.0)
+    assert [event.worker_id for event in rig.of(WorkerLeft)] == [1]
+    assert [(tracked.worker_id, tracked.num_failures) for tracked in requests] == [(0, 0)] * 2
+
+
+def test_the_clock_of_another_host_may_run_slow() -> None:
+    rig = Rig(num_workers=1, num_remote=1)
+    assert rig.join("a") == 1
+    offsets = []
+    for _ in range(1000):
+        rig.now_s += 1.0
+        for worker_id in (0, 1):
+            rig.progress(worker_id, worker_now_s=rig.now_s * (1 - 5e-5) - 7.0)
+        offsets.append([rig.fleet[worker_id].clock_offset_s for worker_id in (0, 1)])
+    true_s = rig.now_s * 5e-5 + 7.0
+    assert offsets[-1][0] == offsets[0][0]  # clocks of one host have one pace, and the shortest way is the best
+    assert offsets[-1][1] == pytest.approx(true_s, abs=1e-6)
 
 
 def test_nobody_is_awaited_while_the_server_ends() -> None:
