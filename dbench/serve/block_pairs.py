@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from dbench.serve.fleet import Fleet, Worker
+from dbench.serve.fleet import Assignment, Fleet, Worker
 from dbench.serve.sequence import BlockEnd, Fault, Status
 from dbench.serve.tracking import TrackedRequest
 from dbench.serve.wire_link import ReserveBlock
@@ -54,7 +54,29 @@ def part_from_decoder(tracked: TrackedRequest, lost: Worker, fleet: Fleet, loss:
 def judged(end: BlockEnd, tracked: TrackedRequest, lost: Worker) -> BlockEnd:
     """The end of a lost worker's block, which is nobody's fault if all that was left to do was to send its KV."""
     is_refreshed = tracked.status is Status.WAITING_DECODE and tracked.refresher_id == lost.worker_id
-    if end.fault is not Fault.WORKER or not is_refreshed or tracked.num_forgiven_losses >= MAX_FORGIVEN_LOSSES:
+    if end.fault is not Fault.WORKER or not is_refreshed:
         return end
+    return replace(end, fault=_forgiven(end.fault, tracked))
+
+
+def blamed(
+    end: BlockEnd, fault: Fault, tracked: TrackedRequest, worker: Worker, given: Assignment
+) -> tuple[int, Fault]:
+    """Which worker a failed block is to avoid, and whose fault it counts as.
+
+    What is said of an earlier link of the block than `given` has concerns a worker that is lost: that it did not come
+    is nobody's fault, and never that of the worker which takes its place.
+    """
+    if end.link_epoch not in (0, given.epoch) and tracked.avoid_worker_id is not None:
+        return tracked.avoid_worker_id, _forgiven(fault, tracked) if fault.ends_link else fault
+    if fault.ends_link and given.partner_id is not None:
+        return given.partner_id, fault
+    return worker.worker_id, fault
+
+
+def _forgiven(fault: Fault, tracked: TrackedRequest) -> Fault:
+    """Nobody's, up to MAX_FORGIVEN_LOSSES times."""
+    if tracked.num_forgiven_losses >= MAX_FORGIVEN_LOSSES:
+        return fault
     tracked.num_forgiven_losses += 1
-    return replace(end, fault=Fault.NOBODY)
+    return Fault.NOBODY

@@ -131,7 +131,7 @@ class Engine:
         """The KV of a block cannot be sent, even if its refresh has yet to end, or does not come."""
         error = f"block {failed.key.block_index}: {failed.reason}"
         fault = Fault.LINK if failed.was_broken else Fault.TRANSFER
-        self._end_early(BlockEnd.without_steps(failed.key, BlockOutcome.FAILED, error, fault))
+        self._end_early(BlockEnd.without_steps(failed.key, BlockOutcome.FAILED, error, fault, failed.epoch))
 
     def step(self) -> StepReport | None:
         """One iteration of the driver; None when idle, after the pages were found complete, and when nothing can go on

@@ -78,6 +78,9 @@ class Dropped:
     block: Outgoing
 
 
+SendingJob = WrittenLayer | Finished | Dropped
+
+
 class LinkOwner(Protocol):
     """What links tell; called in their threads."""
 
@@ -135,7 +138,9 @@ class SendingLink:
         """The receiver has come, and notices how this link ends."""
         self.broken = ""
         """Why nothing can go over it any more; guarded by the lock of its owner."""
-        self.jobs: queue.SimpleQueue[WrittenLayer | Finished | Dropped | None] = queue.SimpleQueue()
+        self.jobs: queue.SimpleQueue[SendingJob | None] = queue.SimpleQueue()
+        self._taken: list[SendingJob | None] = []
+        """Jobs that wait in the thread, in the order of `jobs`."""
         self.thread = threading.Thread(target=self._run, name=f"kv-to-{receiver_id}", daemon=True)
 
     def start(self) -> None:
@@ -157,7 +162,7 @@ class SendingLink:
         alive_s = min(MAX_ALIVE_S, self._owner.config.timeout_s / ALIVE_SHARE)
         while True:
             try:
-                job = self.jobs.get(timeout=alive_s)
+                job = self._next_job(alive_s)
             except queue.Empty:
                 channel.send({"kind": "alive"})
                 continue
@@ -172,6 +177,24 @@ class SendingLink:
                 case Dropped(block):
                     if block.started_s is not None:
                         channel.send({"kind": "drop", "key": asdict(block.key)})
+
+    def _next_job(self, timeout_s: float) -> SendingJob | None:
+        """The oldest one; but the end of a block overtakes the layers of others, which a device may still compute.
+
+        Raises queue.Empty if none comes in time.
+        """
+        if not self._taken:
+            self._taken.append(self.jobs.get(timeout=timeout_s))
+        with suppress(queue.Empty):
+            while True:
+                self._taken.append(self.jobs.get_nowait())
+        unsent: set[Outgoing] = set()
+        for place, job in enumerate(self._taken):
+            if isinstance(job, WrittenLayer):
+                unsent.add(job.block)
+            elif isinstance(job, Finished) and job.block not in unsent:
+                return self._taken.pop(place)
+        return self._taken.pop(0)
 
     def _take_leave(self, channel: Channel) -> None:
         """Wait until the receiver has read everything: hanging up between GPUs takes back what is still on its way."""

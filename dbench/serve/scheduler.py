@@ -12,6 +12,7 @@ until the second has begun with it. Whatever one of them reports, the attempt en
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 from dbench.errors import QueueFullError, ServerUnavailable
 from dbench.events import (
@@ -29,7 +30,7 @@ from dbench.events import (
 )
 from dbench.serve.backlog import Backlog
 from dbench.serve.block_ends import Problem, block_finished, problem_of
-from dbench.serve.block_pairs import has_begun_elsewhere, judged, may_go_on, pair, part_from_decoder
+from dbench.serve.block_pairs import blamed, has_begun_elsewhere, judged, may_go_on, pair, part_from_decoder
 from dbench.serve.fleet import SCHEDULER, Assignment, Fleet, Worker, WorkerPhase
 from dbench.serve.placement import Placement, Placer
 from dbench.serve.requests import Requests
@@ -229,7 +230,7 @@ class Scheduler:
             if partner is not None and end.key in partner.assignments:
                 partner.assignments[end.key].is_reported = True
         if end.fault.ends_link:
-            self.fleet.links.end(assignment.epoch)
+            self.fleet.links.end(end.link_epoch)
         if tracked is None:
             return
         self._leave_workers(tracked, but=worker)
@@ -241,8 +242,8 @@ class Scheduler:
         elif problem.fault is Fault.OWN:
             self._finish(tracked, Status.ERROR, problem.text, now_s)
         else:
-            culprit = partner if partner is not None and problem.fault.ends_link else worker
-            self._retry(tracked, culprit.worker_id, problem, now_s)
+            culprit_id, fault = blamed(end, problem.fault, tracked, worker, assignment)
+            self._retry(tracked, culprit_id, replace(problem, fault=fault), now_s)
 
     def _lose_block(self, worker: Worker, end: BlockEnd, now_s: float) -> None:
         """End a block of a lost worker, unless the other one that holds it can go on with it."""
@@ -352,7 +353,7 @@ class Scheduler:
         """The KV of a block is at the worker that decodes it, or at one that may have begun to, and is lost."""
         tracked = self._requests.held_by(refresher.worker_id, sent.key)
         if tracked is not None and refresher.assignments[sent.key].epoch != sent.epoch:
-            loss = BlockEnd.without_steps(sent.key, BlockOutcome.FAILED, tracked.last_loss, Fault.WORKER)
+            loss = BlockEnd.without_steps(sent.key, BlockOutcome.FAILED, tracked.last_loss, Fault.WORKER, sent.epoch)
             self._end_block(refresher, loss, now_s)
             return
         refresher.release(sent.key)

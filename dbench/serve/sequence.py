@@ -269,11 +269,15 @@ class BlockEnd:
     """FAILED: never NONE."""
     refreshed_elsewhere: RefreshTimes | None = None
     """On the clock of the worker that did; the end of the first step is then the arrival of the KV."""
+    link_epoch: int = 0
+    """FAILED over a link: which; 0 otherwise. The block may be given another one before this is heard."""
 
     @staticmethod
-    def without_steps(key: BlockKey, outcome: BlockOutcome, error: str = "", fault: Fault = Fault.NONE) -> BlockEnd:
+    def without_steps(
+        key: BlockKey, outcome: BlockOutcome, error: str = "", fault: Fault = Fault.NONE, link_epoch: int = 0
+    ) -> BlockEnd:
         """The end of a block that never ran, or of which nothing was heard."""
-        return BlockEnd(key, outcome, (), False, error, None, (), fault)
+        return BlockEnd(key, outcome, (), False, error, None, (), fault, link_epoch=link_epoch)
 
 
 def derive_request_seed(

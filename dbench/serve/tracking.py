@@ -50,7 +50,7 @@ class TrackedRequest:
     pinned_to: int | None = None
     """The worker that all its blocks go to."""
     avoid_worker_id: int | None = None
-    """Who failed its block last."""
+    """Who failed its block last, or was lost when it was to decode it."""
     num_forgiven_losses: int = 0
     """Losses of workers that cannot have been its block's fault."""
     last_loss: str = ""

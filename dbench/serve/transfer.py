@@ -86,10 +86,11 @@ class Transfer:
                 link.jobs.put(layer)
             if block.refreshed is not None:
                 link.jobs.put(Finished(block))
-            if link.broken:
+            reason = link.broken
+            if reason:
                 self._forget_outgoing(key)
-        if link.broken:
-            self._tell(KvFailed(key, link.broken, was_broken=True))
+        if reason:
+            self._tell(KvFailed(key, reason, epoch, was_broken=True))
 
     # ---- for the runner ----
 
@@ -132,7 +133,7 @@ class Transfer:
                 self._receiving[epoch].start()
             reason = self._receiving[epoch].broken
         if reason and self._forget_incoming(key):
-            self._tell(KvFailed(key, reason, was_broken=True))
+            self._tell(KvFailed(key, reason, epoch, was_broken=True))
 
     def drop(self, key: BlockKey) -> None:
         self._forget_incoming(key)
@@ -204,7 +205,7 @@ class Transfer:
             for key in keys:
                 self._forget_outgoing(key)
         for key in keys:
-            self._tell(KvFailed(key, reason))
+            self._tell(KvFailed(key, reason, link.epoch))
 
     def receiving_failed(self, link: ReceivingLink, reason: str) -> None:
         with self._lock:
@@ -213,7 +214,7 @@ class Transfer:
             keys = [key for key, block in self._incoming.items() if block.epoch == link.epoch]
         for key in keys:
             if self._forget_incoming(key):
-                self._tell(KvFailed(key, reason))
+                self._tell(KvFailed(key, reason, link.epoch))
 
     def _forget_outgoing(self, key: BlockKey) -> Outgoing | None:
         """The lock must be held."""

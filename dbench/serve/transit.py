@@ -61,6 +61,8 @@ class KvFailed:
 
     key: BlockKey
     reason: str
+    epoch: int
+    """Of the link that it was to go over."""
     was_broken: bool = False
     """Its link had broken before it was to go over it."""
 

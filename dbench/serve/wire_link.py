@@ -343,6 +343,7 @@ def _end_to_message(end: BlockEnd) -> pb.BlockEnd:
         steps=[pb.BlockStep(end_s=step.end_s, num_unmasked=step.num_unmasked) for step in end.steps],
         fault=end.fault.value,
         refreshed_elsewhere=_refresh_times_to_message(end.refreshed_elsewhere),
+        link_epoch=end.link_epoch,
     )
 
 
@@ -364,6 +365,7 @@ def _end_from_message(message: pb.BlockEnd) -> BlockEnd:
         refreshed_elsewhere=_refresh_times_from_message(message.refreshed_elsewhere)
         if message.HasField("refreshed_elsewhere")
         else None,
+        link_epoch=message.link_epoch,
     )
 
 

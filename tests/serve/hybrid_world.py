@@ -70,7 +70,7 @@ class Wire:
             return
         if epoch in self.world.broken:
             self.drop(key)
-            self.world.tell(self.worker_id, KvFailed(key, "the link is broken", was_broken=True))
+            self.world.tell(self.worker_id, KvFailed(key, "the link is broken", epoch, was_broken=True))
             return
         block.target = (receiver_id, epoch)
         self._send(block)
@@ -81,7 +81,7 @@ class Wire:
         self.expected[key] = (sender_id, epoch, pages)
         if epoch in self.world.broken:
             del self.expected[key]
-            self.world.tell(self.worker_id, KvFailed(key, "the link is broken", was_broken=True))
+            self.world.tell(self.worker_id, KvFailed(key, "the link is broken", epoch, was_broken=True))
 
     def drop(self, key: BlockKey) -> None:
         self.expected.pop(key, None)
@@ -285,7 +285,7 @@ class World:
                     block.target = None
             for key in failed:
                 wire.drop(key)
-                self.tell(worker_id, KvFailed(key, "the link broke"))
+                self.tell(worker_id, KvFailed(key, "the link broke", epoch))
 
     def _pass_on(self) -> None:
         """Bring the scheduler's commands to the workers; SendBlock does not wait for an iteration."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from array import array
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any, TypeVar
 
@@ -188,15 +188,21 @@ class Rig:
         reserved: tuple[BlockKey, ...] = (),
         handed_over: tuple[BlockKey | HandedOver, ...] = (),
     ) -> None:
-        """Blocks that are handed over by their key went over the worker's present link for them."""
+        """Blocks that are handed over by their key, or failed over no link, did so over the worker's present one."""
         worker_now_s = self.now_s if worker_now_s is None else worker_now_s
         given = self.fleet[worker_id].assignments
         sent = tuple(
             key if isinstance(key, HandedOver) else HandedOver(key, given[key].epoch if key in given else 0)
             for key in handed_over
         )
+        ends = tuple(
+            replace(end, link_epoch=given[end.key].epoch)
+            if end.fault.ends_link and not end.link_epoch and end.key in given
+            else end
+            for end in ended
+        )
         message = EngineProgress(
-            worker_now_s, 1, refreshed, ended, lines, iteration_age_s, reserved=reserved, handed_over=sent
+            worker_now_s, 1, refreshed, ends, lines, iteration_age_s, reserved=reserved, handed_over=sent
         )
         self.scheduler.progress(worker_id, message, self.now_s)
         self.take()

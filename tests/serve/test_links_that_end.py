@@ -108,24 +108,27 @@ def test_a_dropped_block_keeps_its_pages_until_what_the_device_has_queued_for_th
     assert order == ["written", "dropped"]
 
 
+def read_all(sender: End, address: str, epoch: int, order: list[str], pause_s: float = 0.0) -> None:
+    """What comes over a link, to its end, in order; the goodbye is answered after the pause."""
+    incoming = meet(MeetingPoint(address, LONG_S, CPU), f"kv-{epoch}", RECEIVER)
+    header: dict[str, Any] = {}
+    while header.get("kind") != "bye":
+        header = incoming.receive()
+        order.append(header["kind"])
+        if header["kind"] == "layer":
+            incoming.bulk.receive(torch.empty(sender.kv.page_bytes, dtype=torch.uint8))
+    if pause_s:
+        time.sleep(pause_s)
+        order.append("read")
+    incoming.send({"kind": "bye"})
+    incoming.close()
+
+
 def test_a_sender_hangs_up_when_its_receiver_has_read_everything(address: str) -> None:
     order: list[str] = []
     sender, epoch = End(0, address, LONG_S, 0), next(EPOCHS)
 
-    def receive_slowly() -> None:
-        incoming = meet(MeetingPoint(address, LONG_S, CPU), f"kv-{epoch}", RECEIVER)
-        header: dict[str, Any] = {}
-        while header.get("kind") != "bye":
-            header = incoming.receive()
-            order.append(header["kind"])
-            if header["kind"] == "layer":
-                incoming.bulk.receive(torch.empty(sender.kv.page_bytes, dtype=torch.uint8))
-        time.sleep(0.2)
-        order.append("read")
-        incoming.send({"kind": "bye"})
-        incoming.close()
-
-    thread = threading.Thread(target=receive_slowly)
+    thread = threading.Thread(target=read_all, args=(sender, address, epoch, order), kwargs={"pause_s": 0.2})
     thread.start()
     sender.send_whole(KEY, 1, epoch)
     assert sender.next() == KvSent(KEY, epoch)
@@ -176,6 +179,35 @@ def test_a_block_goes_to_another_receiver_while_the_first_is_still_awaited(addre
     sender.transfer.close()
     assert all(isinstance(late.next(), KvFailed) for _ in (KEY, OTHER))
     assert not sender.has_news
+
+
+def test_the_end_of_a_block_does_not_wait_for_the_layers_of_the_next_batch(address: str) -> None:
+    order: list[str] = []
+    sender, epoch = End(0, address, LONG_S, 0), next(EPOCHS)
+    is_computed, has_begun = threading.Event(), threading.Event()
+
+    def compute() -> None:
+        has_begun.set()
+        assert is_computed.wait(LONG_S)
+
+    thread = threading.Thread(target=read_all, args=(sender, address, epoch, order))
+    thread.start()
+    for slot, key in enumerate((KEY, OTHER)):
+        sender.transfer.announce(key)
+        sender.transfer.begin(slot, key, (slot,))
+        sender.transfer.send(key, 1, epoch)
+    sender.write_layers(0)
+    sender.transfer.layer_written((1,), 0, compute)
+    sender.write_layers(1, first=1)
+    assert has_begun.wait(LONG_S)
+    for slot in (0, 1):
+        sender.transfer.finish(slot, refreshed(1))
+    is_computed.set()
+    assert [sender.next() for _ in range(2)] == [KvSent(KEY, epoch), KvSent(OTHER, epoch)]
+    sender.transfer.close()
+    thread.join()
+    num_layers = sender.kv.num_layers
+    assert order == ["layer"] * (num_layers + 1) + ["end"] + ["layer"] * (num_layers - 1) + ["end", "bye"]
 
 
 def wait_for_end_of(thread: str) -> None:

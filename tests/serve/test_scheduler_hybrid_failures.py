@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from dbench.events import BlockFinished, SchedulerDepth
@@ -183,6 +185,37 @@ def test_after_a_failed_transfer_the_other_end_is_avoided() -> None:
     assert decoder is not None
     rig.progress(0, failed(rig.last_task()[1], "block 0: KV transfer: no", Fault.TRANSFER))
     assert tracked.worker_id == 3 - decoder
+
+
+@pytest.mark.parametrize("num_colocated", [1, 2], ids=["nobody takes its place", "another takes its place"])
+def test_a_lost_receiver_that_never_came_is_the_fault_of_no_other_worker(num_colocated: int) -> None:
+    rig = hybrid_rig(num_prefill=2, num_colocated=num_colocated, retries=0, overflow=False)
+    rig.fleet.awaits_lost = True
+    tracked = tokens(rig, 20)
+    task, sender, lost = rig.last_task()[1], tracked.refresher_id, receiver_of(tracked)
+    assert sender is not None
+    epoch = rig.fleet[sender].assignments[task.key].epoch
+    rig.lose(lost)
+    links = [rig.fleet[sender].assignments[task.key].epoch] if num_colocated > 1 else []
+    error = f"block 0: KV transfer to worker {lost}: it did not come"
+    rig.progress(sender, replace(failed(task, error, Fault.TRANSFER), link_epoch=epoch))
+    assert (tracked.status, tracked.attempt, tracked.num_failures) == (Status.PREFILLING, 1, 0)
+    assert tracked.avoid_worker_id == lost
+    if links:
+        assert rig.fleet.links.of(sender, 5 - lost) == links[0]
+
+
+def test_after_a_receiver_that_may_have_begun_is_lost_its_sender_is_not_avoided() -> None:
+    rig = hybrid_rig(num_prefill=2, num_colocated=2, retries=0)
+    tracked = tokens(rig, 20)
+    task, sender, lost = rig.last_task()[1], tracked.refresher_id, receiver_of(tracked)
+    assert sender is not None
+    rig.progress(lost, reserved=(task.key,))
+    rig.progress(sender, refreshed=(task.key,))
+    sent = HandedOver(task.key, rig.fleet[sender].assignments[task.key].epoch)
+    rig.lose(lost)
+    rig.progress(sender, handed_over=(sent,))
+    assert tracked.error == f"block 0 failed once, last on worker {lost}: worker {lost} was lost: its stream ended"
 
 
 def test_other_blocks_of_a_pair_keep_their_link_until_it_fails() -> None:

@@ -383,7 +383,7 @@ class HandedOver(_message.Message):
     def __init__(self, key: _Optional[_Union[BlockKey, _Mapping]] = ..., epoch: _Optional[int] = ...) -> None: ...
 
 class BlockEnd(_message.Message):
-    __slots__ = ("key", "outcome", "token_ids", "found_eos", "error", "times", "steps", "fault", "refreshed_elsewhere")
+    __slots__ = ("key", "outcome", "token_ids", "found_eos", "error", "times", "steps", "fault", "refreshed_elsewhere", "link_epoch")
     KEY_FIELD_NUMBER: _ClassVar[int]
     OUTCOME_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -393,6 +393,7 @@ class BlockEnd(_message.Message):
     STEPS_FIELD_NUMBER: _ClassVar[int]
     FAULT_FIELD_NUMBER: _ClassVar[int]
     REFRESHED_ELSEWHERE_FIELD_NUMBER: _ClassVar[int]
+    LINK_EPOCH_FIELD_NUMBER: _ClassVar[int]
     key: BlockKey
     outcome: str
     token_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -402,7 +403,8 @@ class BlockEnd(_message.Message):
     steps: _containers.RepeatedCompositeFieldContainer[BlockStep]
     fault: str
     refreshed_elsewhere: RefreshTimes
-    def __init__(self, key: _Optional[_Union[BlockKey, _Mapping]] = ..., outcome: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., found_eos: _Optional[bool] = ..., error: _Optional[str] = ..., times: _Optional[_Union[BlockTimes, _Mapping]] = ..., steps: _Optional[_Iterable[_Union[BlockStep, _Mapping]]] = ..., fault: _Optional[str] = ..., refreshed_elsewhere: _Optional[_Union[RefreshTimes, _Mapping]] = ...) -> None: ...
+    link_epoch: int
+    def __init__(self, key: _Optional[_Union[BlockKey, _Mapping]] = ..., outcome: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., found_eos: _Optional[bool] = ..., error: _Optional[str] = ..., times: _Optional[_Union[BlockTimes, _Mapping]] = ..., steps: _Optional[_Iterable[_Union[BlockStep, _Mapping]]] = ..., fault: _Optional[str] = ..., refreshed_elsewhere: _Optional[_Union[RefreshTimes, _Mapping]] = ..., link_epoch: _Optional[int] = ...) -> None: ...
 
 class RefreshTimes(_message.Message):
     __slots__ = ("worker_id", "received_s", "refresh_start_s", "refresh_end_s", "transfer_start_s")
