@@ -11,6 +11,8 @@ from dbench.options import ServiceOptions
 
 LAST_PORT = 65535
 LOOPBACK = "127.0.0.1"
+WILDCARDS = {"0.0.0.0": "127.0.0.1", "::": "::1"}
+"""Address that means all of them -> where this machine reaches itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +118,11 @@ def _is_reachable(host: str) -> bool:
         return not (is_loopback(host) or ipaddress.ip_address(host).is_unspecified)
     except ValueError:
         return not is_loopback(host)
+
+
+def from_this_machine(host: str) -> str:
+    """Where this machine reaches a server of its own that listens on the host, which may mean all its addresses."""
+    return WILDCARDS.get(host, host)
 
 
 def join_host_port(host: str, port: int) -> str:

@@ -13,7 +13,7 @@ from grpc_reflection.v1alpha import reflection
 
 from dbench.errors import OptionError, one_line
 from dbench.options import ServiceOptions
-from dbench.serve.address import LOOPBACK, address_fault, join_host_port
+from dbench.serve.address import LOOPBACK, address_fault, from_this_machine, join_host_port
 from dbench.serve.client_service import SERVICE_NAME, ApiKeyInterceptor, ClientService
 from dbench.serve.hub import Hub
 from dbench.serve.link_service import WorkerLinkService, WorkerTerms
@@ -32,8 +32,6 @@ SERVER_OPTIONS = (
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
 )
-WILDCARDS = {"0.0.0.0": "127.0.0.1", "::": "::1"}
-"""Address that means all of them -> where this machine reaches itself."""
 
 
 def check_address(service: ServiceOptions) -> None:
@@ -73,8 +71,15 @@ class Endpoint:
         return self._local_address
 
     async def start(self) -> None:
-        """Bind and answer, with health NOT_SERVING. Raises OptionError."""
+        """Bind and answer, with health NOT_SERVING. Raises OptionError, with nothing bound."""
         check_address(self._service)
+        try:
+            await self._start()
+        except BaseException:
+            await self.stop(0)
+            raise
+
+    async def _start(self) -> None:
         key = self._service.api_key
         interceptors = [] if key is None else [ApiKeyInterceptor(bearer(key))]
         server = grpc.aio.server(options=SERVER_OPTIONS, interceptors=interceptors)
@@ -87,7 +92,7 @@ class Endpoint:
         self._port = self._bind(server)
         self._servers.append(server)
         await server.start()
-        self._local_address = join_host_port(WILDCARDS.get(self._service.host, self._service.host), self._port)
+        self._local_address = join_host_port(from_this_machine(self._service.host), self._port)
         if is_secure(self._service):
             await self._start_local()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 
 from dbench.config import options_from_dict, options_to_dict
 from dbench.options import EngineOptions, ServiceOptions
@@ -25,33 +25,12 @@ class WorkerConfig:
     """Of its health and metrics; 0: any free one."""
 
     def to_json(self) -> str:
-        return json.dumps(
-            {
-                "scheduler": self.scheduler,
-                "worker_key": self.worker_key,
-                "worker_id": self.worker_id,
-                "device": self.device,
-                "num_threads": self.num_threads,
-                "log_level": self.log_level,
-                "board_host": self.board_host,
-                "board_port": self.board_port,
-            }
-        )
+        return json.dumps(asdict(self))
 
     @staticmethod
     def from_json(line: str) -> WorkerConfig:
-        """The inverse of to_json. Raises ValueError or KeyError for anything else."""
-        values = json.loads(line)
-        return WorkerConfig(
-            scheduler=values["scheduler"],
-            worker_key=values["worker_key"],
-            worker_id=values["worker_id"],
-            device=values["device"],
-            num_threads=values["num_threads"],
-            log_level=values["log_level"],
-            board_host=values["board_host"],
-            board_port=values["board_port"],
-        )
+        """The inverse of to_json. Raises ValueError or TypeError for anything else."""
+        return WorkerConfig(**json.loads(line))
 
 
 @dataclass(frozen=True, slots=True)

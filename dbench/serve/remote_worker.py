@@ -6,6 +6,7 @@ a second one ends it at once.
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import signal
@@ -43,7 +44,7 @@ from dbench.serve.worker import (
     wait_for_welcome,
     yield_the_cpu,
 )
-from dbench.serve.worker_board import Availability, BoardServer, WorkerBoard
+from dbench.serve.worker_board import BoardServer, WorkerBoard
 from dbench.serve.worker_stream import WorkerStream
 
 if TYPE_CHECKING:
@@ -231,10 +232,10 @@ class RemoteWorker:
         try:
             WorkerLoop(own.engine, stream, self._board, self._config.drain_timeout_s, own.transfer).run()
         except ServerUnavailable:
-            empty(own.engine)
+            empty(own.engine, self._board)
             raise
         finally:
-            self._board.availability = Availability.STARTING
+            self._board.away()
             self._in_service = None
             has_returned.set()
 
@@ -257,8 +258,11 @@ class RemoteWorker:
 
     def _unload(self) -> None:
         loaded, self._loaded = self._loaded, None
-        if loaded is not None:
-            loaded.runner.close()
+        if loaded is None:
+            return
+        loaded.runner.close()
+        del loaded
+        free_memory(self._config.device)
 
 
 def deployment_on_this_host(welcome: Welcome, model: str | None) -> Deployment:
@@ -278,12 +282,22 @@ def deployment_on_this_host(welcome: Welcome, model: str | None) -> Deployment:
     return deployment
 
 
-def empty(engine: Engine) -> None:
+def empty(engine: Engine, board: WorkerBoard) -> None:
     """Let all blocks go whose results nobody waits for any more; the device finishes what it runs."""
     for key in engine.held:
         engine.cancel(key)
-    while engine.step() is not None:
-        pass
+    while (report := engine.step()) is not None:
+        board.note(engine.take_events(), report.ended)
+
+
+def free_memory(device: str) -> None:
+    """Give back what a runner held that nobody refers to any more: the next one takes nearly all that is free."""
+    gc.unfreeze()  # it was frozen when it had been loaded, cycles and all
+    gc.collect()
+    if device.startswith(CUDA):
+        import torch
+
+        torch.cuda.empty_cache()
 
 
 def check_device(device: str) -> None:

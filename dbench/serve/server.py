@@ -15,7 +15,7 @@ import sys
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Coroutine
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -122,13 +122,12 @@ async def run_server(
 ) -> int:
     """Start everything, wait for `stop`, drain, and end everything; raises as `serve` does."""
     directory = Path(service.metrics_output_dir) if service.metrics_output_dir else None
-    with Recorder(directory) as recorder:
+    with Recorder(directory) as recorder, closing(Meeting(service.master_addr, service.master_port)) as meeting:
         hub = build_hub(deployment, service, recorder)
         environment = json.dumps(await asyncio.to_thread(describe_environment))
         description = ServerDescription(
             deployment, config_json, environment, service.metrics_output_dir or "", hub.clock()
         )
-        meeting = Meeting(service.master_addr, service.master_port)
         if deployment.options.mode == HYBRID:
             await meeting.start()
         terms = worker_terms(deployment, service, meeting.address)
@@ -163,7 +162,6 @@ async def run_server(
             for task in tasks:
                 task.cancel()
             await _end(hub, local, endpoint, at_once=not has_drained)
-            meeting.close()
             hub.has_ended = True
             if observer.on_progress is not None:
                 observer.on_progress(description.progress(hub, endpoint.address))

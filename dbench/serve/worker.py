@@ -139,7 +139,7 @@ class WorkerLoop:
 
     def _take(self, task: BlockTask, received_s: float) -> None:
         if self._is_draining:
-            self._refuse(task, DRAINING, Fault.WORKER)
+            self._refuse(task, DRAINING, Fault.NOBODY)
             return
         try:
             self._engine.submit(task, received_s)
@@ -148,7 +148,7 @@ class WorkerLoop:
 
     def _reserve(self, command: ReserveBlock) -> None:
         if self._is_draining:
-            self._refuse(command.task, DRAINING, Fault.WORKER)
+            self._refuse(command.task, DRAINING, Fault.NOBODY)
         else:
             self._engine.reserve(command.task, command.sender_id, command.epoch)
 

@@ -12,9 +12,9 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from socketserver import TCPServer, ThreadingMixIn
+from socketserver import ThreadingMixIn
 from typing import Any
-from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
 from prometheus_client import CollectorRegistry, make_wsgi_app
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -22,7 +22,7 @@ from prometheus_client.registry import Collector
 
 from dbench.errors import one_line
 from dbench.events import BatchExecuted, Event, WorkerState
-from dbench.serve.address import join_host_port
+from dbench.serve.address import from_this_machine, join_host_port, listen_on
 from dbench.serve.sequence import BlockEnd, BlockOutcome
 
 PREFIX = "dbench_"
@@ -71,7 +71,7 @@ class Shown:
 SHOWN = (
     Shown(
         "diffusion_num_denoising_steps",
-        "Forward passes of sequences in ended blocks, refreshes included.",
+        "Forward passes of sequences in blocks that ended here, refreshes included wherever they ran.",
         lambda totals, state: totals.denoising_steps,
         is_counter=True,
     ),
@@ -138,6 +138,12 @@ class WorkerBoard:
         self.worker_id = worker_id
         self.availability = Availability.READY
 
+    def away(self) -> None:
+        """It has no server: it holds nothing, and has no number."""
+        self._state = _idle(0, 0)
+        self.worker_id = None
+        self.availability = Availability.STARTING
+
     def note(self, events: Iterable[Event], ended: Sequence[BlockEnd]) -> None:
         """Take in what an iteration brought."""
         totals = self._totals
@@ -200,21 +206,19 @@ class BoardServer:
     @property
     def address(self) -> str:
         """host:port; empty where it does not answer."""
-        return "" if self._server is None else join_host_port(self._host, self._server.server_port)
+        return "" if self._server is None else join_host_port(from_this_machine(self._host), self._server.server_port)
 
     def start(self) -> None:
         """Bind and answer; a port that cannot be bound is said in the log, for the worker's work does not need it."""
         registry = CollectorRegistry()
         registry.register(_BoardCollector(self._board))
-        server_class = _ServerV6 if ":" in self._host else _Server
         try:
-            self._server = make_server(
-                self._host, self._port, _application(self._board, registry), server_class, _QuietHandler
-            )
+            self._server = _Server(listen_on(self._host, self._port))
         except OSError as error:
             address = join_host_port(self._host, self._port)
             logger.warning("no health and metrics at %s: %s; the worker goes on without", address, one_line(error))
             return
+        self._server.set_app(_application(self._board, registry))
         threading.Thread(target=self._server.serve_forever, name="worker-board", daemon=True).start()
         logger.info("health and metrics at http://%s", self.address)
 
@@ -237,19 +241,17 @@ class _BoardCollector(Collector):
 class _Server(ThreadingMixIn, WSGIServer):
     daemon_threads = True
 
-    def server_bind(self) -> None:
-        """Without a look-up of the host's name, for which HTTPServer would wait where name servers do not answer."""
-        TCPServer.server_bind(self)
-        self.server_name, self.server_port, *_ = self.socket.getsockname()
+    def __init__(self, listener: socket.socket) -> None:
+        """HTTPServer's own way to bind looks the host's name up, which takes long where no name server answers."""
+        super().__init__(listener.getsockname()[:2], _QuietHandler, bind_and_activate=False)
+        self.socket.close()
+        self.socket = listener
+        self.server_name, self.server_port, *_ = listener.getsockname()
         self.setup_environ()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Whoever hangs up early is no news: standard error is read as what the worker says."""
         logger.debug("a call of %s failed", client_address, exc_info=True)
-
-
-class _ServerV6(_Server):
-    address_family = socket.AF_INET6
 
 
 class _QuietHandler(WSGIRequestHandler):

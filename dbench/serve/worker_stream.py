@@ -6,6 +6,7 @@ from an outbox, turns them into JSON and protobuf there, and adds a heartbeat wh
 
 from __future__ import annotations
 
+import logging
 import math
 import queue
 import threading
@@ -41,6 +42,8 @@ from dbench.serve.wire_link import (
     command_from_message,
     worker_message_to_message,
 )
+
+logger = logging.getLogger(__name__)
 
 HEARTBEAT_S = 1.0
 REFUSALS = (
@@ -205,6 +208,9 @@ class WorkerStream:
             ended = _ended_by(error, is_secure=self._tls_ca is not None)
         except ValueError as error:
             ended = StreamEnded(one_line(error), is_refusal=True)
+        except Exception as error:  # whatever it is, the engine must not wait for commands for ever
+            logger.exception("the reader of the stream has failed")
+            ended = StreamEnded(f"its reader has failed: {type(error).__name__}: {one_line(error)}")
         self._inbox.put(ended)
 
     def _sort(self, command: Command, at_s: float) -> None:

@@ -10,8 +10,9 @@ import pytest
 
 from dbench.events import BlockFinished, WorkerLeft, WorkerLost
 from dbench.serve.link_service import WorkerTerms
+from dbench.serve.sequence import BlockTask
 from dbench.serve.wire import Submission
-from dbench.serve.wire_link import Hello, Welcome
+from dbench.serve.wire_link import Hello, Ready, SendBlock, Welcome
 from dbench.serve.worker_stream import StreamEnded, WorkerStream
 from tests.serve.server_builders import (
     DEADLINE_S,
@@ -52,6 +53,33 @@ def test_a_worker_of_another_host_is_told_everything_and_works() -> None:
             assert (await final_state(client, request_id)).status == "COMPLETED"
             (worker,) = (await client.status()).workers
             assert (worker.device, worker.ready) == ("cpu on elsewhere", True)
+
+    run(scenario())
+
+
+class Failing:
+    """What is told of commands, and cannot bear it."""
+
+    def block_arrived(self, task: BlockTask) -> None:
+        raise RuntimeError("can't start new thread")
+
+    def send_block(self, command: SendBlock) -> None:
+        raise NotImplementedError
+
+
+def test_whatever_fails_in_the_reader_of_a_stream_ends_it() -> None:
+    async def scenario() -> None:
+        async with server_with(gpus="none", num_remote_workers=1) as server, server.client() as client:
+            stream = WorkerStream(server.endpoint.local_address, STRANGER)
+            stream.listen(Failing())
+            stream.start()
+            await asyncio.to_thread(stream.wait_for_commands)
+            stream.send(Ready(100, 16, 4096))
+            await server.has_states("idle")
+            await client.submit(Submission(PROMPT, 8))
+            (ended,) = await asyncio.to_thread(stream.wait_for_commands)
+            await asyncio.to_thread(stream.close)
+            assert ended == StreamEnded("its reader has failed: RuntimeError: can't start new thread")
 
     run(scenario())
 

@@ -17,11 +17,19 @@ from dbench.errors import OptionError, ServerUnavailable
 from dbench.options import ServiceOptions
 from dbench.serve.address import address_fault
 from dbench.serve.client import Client, submit_and_wait
+from dbench.serve.endpoint import Endpoint
 from dbench.serve.server import say_who_is_awaited
 from dbench.serve.tls import tls_fault
 from dbench.serve.wire import Submission
 from tests.serve.process_builders import assert_all_end, family_of, launch, wait_for
-from tests.serve.remote_builders import ENVIRONMENT, lines_with, worker_process
+from tests.serve.remote_builders import (
+    ENVIRONMENT,
+    address_of,
+    at_free_port,
+    is_bindable,
+    lines_with,
+    worker_process,
+)
 from tests.serve.server_builders import WORKER_KEY, ServerInThisProcess, run
 from tests.serve.tls_builders import Pair, self_signed, signed_by, with_passphrase
 
@@ -171,6 +179,21 @@ def test_the_port_for_workers_of_this_machine_serves_no_clients(pair: Pair) -> N
             assert "is no dbench server of this version" in await complaint(status_of(address, None))
 
     run(scenario())
+
+
+def test_a_server_that_cannot_serve_its_own_workers_leaves_no_port(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def fail(endpoint: Endpoint) -> None:
+        raise OptionError("host: no port on 127.0.0.1 for the workers")
+
+    async def scenario() -> None:
+        with pytest.raises(OptionError, match="for the workers"):
+            await server.endpoint.start()
+
+    service = at_free_port(**pair.options)
+    server = ServerInThisProcess(scheduler_port=service.scheduler_port, **pair.options)
+    monkeypatch.setattr(Endpoint, "_start_local", fail)
+    run(scenario())
+    assert is_bindable(address_of(service))
 
 
 def test_tls_is_enough_for_an_address_beyond_this_machine(pair: Pair) -> None:

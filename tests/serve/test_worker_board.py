@@ -114,6 +114,32 @@ def test_metrics_sum_what_iterations_bring_and_show_the_last_state(board: Worker
     assert 'worker_id="3"' in get(server.address, "/metrics")[1]
 
 
+def test_a_worker_whose_server_is_gone_holds_nothing(board: WorkerBoard, server: BoardServer) -> None:
+    board.ready(3, 20)
+    board.note([state(4, 9), batch(1.0, 1.5)], [])
+    board.away()
+    status, text = get(server.address, "/health")
+    assert (status, json.loads(text)) == (503, {"status": "starting", "worker_id": None, "state": "idle"})
+    found = metrics_of(server.address)
+    assert (found["dbench_kv_pages_used"], found["dbench_queue_depth_waiting"], found["dbench_batches_total"]) == (
+        0,
+        0,
+        1,
+    )
+
+
+@pytest.mark.parametrize(
+    ("host", "wanted"), [("0.0.0.0", "127.0.0.1:"), ("::1", "[::1]:"), ("localhost", "localhost:")]
+)
+def test_its_address_is_one_that_can_be_asked(board: WorkerBoard, host: str, wanted: str) -> None:
+    with closing(BoardServer(board, host, 0)) as server:
+        server.start()
+        if not server.address and ":" in host:
+            pytest.skip("no IPv6 here")
+        assert server.address.startswith(wanted)
+        assert get(server.address, "/health")[0] == 503
+
+
 def test_another_path_says_what_there_is(server: BoardServer) -> None:
     assert get(server.address, "/") == (404, "/: nothing here; there are /health and /metrics\n")
 
