@@ -70,7 +70,8 @@ def worker_ports_fault(service: ServiceOptions, num_workers: int, *, is_hybrid: 
             )
         if port in others:
             wanted = "ports of their own for the workers, or 0 for any free ones"
-            return AddressFault("base_worker_port", f"{base}, and so {port}, which is {others[port]} too", wanted)
+            got = str(base) if port == base else f"{base}, and so {port}"
+            return AddressFault("base_worker_port", f"{got}, which is {others[port]} too", wanted)
         fault = bind_fault("host", board_host(service), "base_worker_port", port)
         if fault is not None:
             return fault
