@@ -10,10 +10,12 @@ from dataclasses import dataclass
 
 from dbench.config import Resolved
 from dbench.errors import OptionError
-from dbench.options import HYBRID, EngineOptions, Option, ServiceOptions, options_of
+from dbench.options import HYBRID, EngineOptions, LoadOptions, Option, ServiceOptions, options_of
 
 TOPOLOGY = "topology_guarded_memory"
 BALANCED = "balanced_length_clustering"
+OWN_LENGTHS = ("prompt_tokens", "gen_tokens")
+"""Of a load without a trace."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +65,17 @@ def refuse_useless(resolved: Resolved) -> None:
         if not known.is_used(engine) and _is_given(resolved, options[known.option]):
             place = resolved.place(known.option)
             raise OptionError(f"{place}: does nothing but beside {known.beside}; leave it out, or give that too")
+
+
+def refuse_lengths_beside_a_trace(resolved: Resolved) -> None:
+    """Raises OptionError for lengths that a trace brings itself."""
+    trace = resolved.section(LoadOptions).trace
+    for option in options_of(LoadOptions):
+        if trace is not None and option.name in OWN_LENGTHS and _is_given(resolved, option):
+            raise OptionError(
+                f"{resolved.place(option.name)}: does nothing beside trace {trace}, which has its own lengths; "
+                "leave it out, or scale those with --length-scale, --prompt-scale or --gen-scale"
+            )
 
 
 def _is_given(resolved: Resolved, option: Option) -> bool:

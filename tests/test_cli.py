@@ -173,6 +173,10 @@ def test_help_imports_nothing_heavy(arguments: list[str]) -> None:
         (["run", "--gpus", "none"], "--gpus: got 'none', wanted a device"),
         (["worker"], "--worker-key: not given; set DBENCH_WORKER_KEY to the key"),
         (["worker", "--worker-key", "k", "--scheduler", "node-1"], "--scheduler: got 'node-1', wanted HOST:PORT"),
+        (["submit", "--server", "127.0.0.1", "--chat", "hi"], "--server: got '127.0.0.1', wanted HOST:PORT"),
+        (["run", "--server", ":50051"], "--server: got ':50051', wanted HOST:PORT"),
+        (["run", "--server", "localhost:70000"], "--server: got 'localhost:70000', wanted HOST:PORT"),
+        (["run", "--trace", "arxiv", "--prompt-tokens", "20"], "--prompt-tokens: does nothing beside trace arxiv"),
         (["worker", "--worker-key", "k", "--gpu", "x"], "--gpu: got 'x', wanted 'cpu' or the number of a CUDA device"),
         (["submit"], "give one prompt, as --prompt TEXT, --chat TEXT or --prompt-ids 1,2,3"),
         (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import shutil
 from pathlib import Path
 
 import pandas as pd
@@ -123,6 +124,15 @@ def test_every_request_stands_on_a_line_of_its_own_in_the_results(folder: Path) 
 def test_figures_are_png_files(folder: Path) -> None:
     for stem in FIGURES:
         assert (folder / f"{stem}.png").read_bytes().startswith(b"\x89PNG\r\n")
+
+
+def test_the_example_is_what_its_events_give(tmp_path: Path) -> None:
+    example = Path(__file__).parent.parent / "reports" / "example"
+    folder = tmp_path / "example"
+    shutil.copytree(example, folder)
+    write_report(folder)
+    for kept in sorted(path for path in example.rglob("*") if path.suffix in (".csv", ".json")):
+        assert (folder / kept.relative_to(example)).read_text() == kept.read_text(), kept.name
 
 
 def test_a_second_report_writes_the_same_files_again(tmp_path: Path) -> None:

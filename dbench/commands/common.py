@@ -13,6 +13,7 @@ from dbench.console import View, install_logging, make_view
 from dbench.errors import OptionError
 from dbench.json_values import strict
 from dbench.options import TerminalOptions
+from dbench.serve.address import is_host_port
 
 TIME_FORMAT = "%Y%m%d-%H%M%S"
 MAX_NAME = 100
@@ -25,6 +26,13 @@ def open_view(resolved: Resolved) -> View:
     view = make_view(dashboard=terminal.dashboard)
     install_logging(view, terminal.log_level)
     return view
+
+
+def check_host_port(resolved: Resolved, name: str) -> None:
+    """Raises OptionError for an option that names no server; nothing for one that is not set."""
+    value = resolved.value(name)
+    if value is not None and not is_host_port(value):
+        raise OptionError(f"{resolved.place(name)}: got {value!r}, wanted HOST:PORT such as 127.0.0.1:50051")
 
 
 def new_folder(parent: str, name: str, *, place: str) -> Path:

@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING
 
 from dbench import __version__
 from dbench.cli_options import Invocation
-from dbench.commands.common import new_folder, open_view
+from dbench.commands.common import check_host_port, new_folder, open_view
 from dbench.config import AUTO_PREFIX, ENVIRONMENT_PREFIX, FLAG, Resolved, option_table
 from dbench.errors import EXIT_FAILED, EXIT_OK, OptionError, RunCutShort, RunError, ServerError
 from dbench.load.driver import RunResult, run_load
 from dbench.load.lengths import length_source
 from dbench.load.stop import run_cancellable
 from dbench.load.target import GrpcTarget, TargetInfo
+from dbench.option_conflicts import refuse_lengths_beside_a_trace
 from dbench.options import EngineOptions, LoadOptions, SamplingOptions, ServiceOptions, TerminalOptions, options_of
 from dbench.progress import RunProgress
 from dbench.resolve import check_sampling, resolve_own_server
@@ -45,6 +46,8 @@ def run_command(invocation: Invocation) -> int:
     resolved = one_kind_of_loop(invocation.resolve())
     view = open_view(resolved)
     check_sampling(resolved)
+    check_host_port(resolved, "server")
+    refuse_lengths_beside_a_trace(resolved)
     load = resolved.section(LoadOptions)
     length_source(load)
     if load.server is not None:

@@ -7,7 +7,7 @@ import sys
 import unicodedata
 
 from dbench.cli_options import Invocation
-from dbench.commands.common import open_view, print_json
+from dbench.commands.common import check_host_port, open_view, print_json
 from dbench.config import Resolved
 from dbench.errors import EXIT_FAILED, EXIT_OK, ModelError, OptionError
 from dbench.load.schedule import sampling_parameters
@@ -29,6 +29,7 @@ def submit_command(invocation: Invocation) -> int:
     resolved = invocation.resolve()
     open_view(resolved)
     check_sampling(resolved)
+    check_host_port(resolved, "server")
     given_ids(resolved)
     return asyncio.run(_submit(resolved, as_json=invocation.json))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dbench.cli_options import Invocation
-from dbench.commands.common import open_view
+from dbench.commands.common import check_host_port, open_view
 from dbench.config import Resolved
 from dbench.errors import OptionError
 from dbench.options import WorkerOptions
@@ -30,9 +30,7 @@ def worker_config(resolved: Resolved) -> RemoteWorkerConfig:
     options = resolved.section(WorkerOptions)
     if options.worker_key is None:
         raise OptionError("--worker-key: not given; set DBENCH_WORKER_KEY to the key that the server was started with")
-    host, _, port = options.scheduler.rpartition(":")
-    if not (host and port.isdecimal()):
-        raise OptionError(f"{resolved.place('scheduler')}: got {options.scheduler!r}, wanted HOST:PORT")
+    check_host_port(resolved, "scheduler")
     if options.gpu != CPU and not options.gpu.isdecimal():
         raise OptionError(f"{resolved.place('gpu')}: got {options.gpu!r}, wanted 'cpu' or the number of a CUDA device")
     board_port = options.worker_port

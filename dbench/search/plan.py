@@ -13,6 +13,7 @@ from dbench.config import DEFAULT, ENVIRONMENT_PREFIX, Resolved, resolve
 from dbench.errors import OptionError, SlaError, UsageError
 from dbench.load.schedule import draw_schedule
 from dbench.load.target import TargetInfo
+from dbench.option_conflicts import refuse_lengths_beside_a_trace
 from dbench.options import COMMAND_SECTIONS, EngineOptions, LoadOptions, SamplingOptions, SearchOptions
 from dbench.resolve import check_sampling, resolve_own_server
 from dbench.search.capacity import SearchSettings
@@ -149,6 +150,7 @@ def _job(name: str, given: Resolved, rules: tuple[Rule, ...]) -> Job:
     if any(rule.metric == ACCURACY for rule in rules) and not given.section(LoadOptions).check_answers:
         raise SlaError(f"--sla: {ACCURACY} is known only where answers are checked; add --trace tasks --check-answers")
     check_sampling(given)
+    refuse_lengths_beside_a_trace(given)
     resolved = resolve_own_server(given)
     _check_load(resolved)
     return Job(name, job_key(given), resolved, rules, settings)

@@ -121,6 +121,12 @@ def _is_reachable(host: str) -> bool:
         return not is_loopback(host)
 
 
+def is_host_port(text: str) -> bool:
+    """Whether it names a host and a port, as 'localhost:50051' or '[::1]:50051' do."""
+    host, _, port = text.rpartition(":")
+    return bool(host) and port.isdecimal() and int(port) <= LAST_PORT
+
+
 def from_this_machine(host: str) -> str:
     """Where this machine reaches a server of its own that listens on the host, which may mean all its addresses."""
     return WILDCARDS.get(host, host)

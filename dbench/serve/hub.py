@@ -185,6 +185,8 @@ class Hub:
     def worker_ready(self, hello: Hello, ready: Ready) -> None:
         """Raises ValueError when it was ready before."""
         self._scheduler.worker_ready(hello, ready, self.clock())
+        if ready.metrics_address:
+            logger.info("worker %s: health and metrics at http://%s", hello.worker_id, ready.metrics_address)
         self._follow_up()
         self.announce()
 
