@@ -7,6 +7,7 @@ head for masked rows alone. `reachable` adds what every row must read and write 
 
 from __future__ import annotations
 
+import sys
 import time
 from bisect import bisect_left
 from collections.abc import Callable
@@ -19,6 +20,11 @@ from torch import Tensor
 
 from dbench.serve.families import ModelConfig
 from dbench.serve.weights import Weights
+
+if not torch.cuda.is_available():
+    sys.exit(
+        "benchmark: torch sees no CUDA device here, and what is measured runs on one; give it a machine with a GPU"
+    )
 
 REFRESH_FLOPS = 510e12
 DECODE_BYTES_PER_S = 3.8e12

@@ -256,11 +256,14 @@ class Bench:
         return found
 
 
+SCENARIOS = ("alone", "at-once", "open-loop", "soak")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--model", default="llada-8b")
     parser.add_argument("--gpus", default="0")
-    parser.add_argument("--scenarios", nargs="*", default=["alone", "at-once", "open-loop"])
+    parser.add_argument("--scenarios", nargs="*", choices=SCENARIOS, default=["alone", "at-once", "open-loop"])
     parser.add_argument("--requests", type=int, default=32, help="of the list, at once")
     parser.add_argument("--per-step", type=int, nargs="*", default=[1, 4], help="tokens per step, at once")
     parser.add_argument("--qps", type=float, default=0.65)
